@@ -46,7 +46,7 @@ from shardwise.perf.suite.cases.sharded_sides import (
 from shardwise.perf.suite.libraries import ours, torchrec
 from shardwise.perf.suite.options import Options
 from shardwise.perf.suite.ranks import of_ranks, on_ranks
-from shardwise.sharding.comms import exchange, header
+from shardwise.sharding.comms import consensus, exchange
 from shardwise.sharding.engine import collection, wire
 from shardwise.sharding.modules import sharded_collections as modules
 
@@ -63,7 +63,7 @@ CALLS = (300, 150)
 STAGES: Mapping[str, Sequence[tuple[Any, str]]] = {
     "check ids": ((collection, "check_batch"),),
     "pick": ((collection, "route"),),
-    "exchange headers": ((header, "tell"), (header, "Told.hear")),
+    "exchange headers": ((collection, "send_header"), (consensus, "PendingHeader.receive")),
     "exchange ids": ((collection, "pack_ids"), (exchange, "Exchange.ids")),
     "arrange": ((collection, "unpack_ids"),),
     "look up": ((table_group, "TableGroup.look_up"),),
@@ -74,7 +74,7 @@ STAGES: Mapping[str, Sequence[tuple[Any, str]]] = {
     "exchange gradients": (),
     "update": ((table_group, "TableGroup.update"),),
     "rest of forward": ((modules, "ShardedEmbeddingBagCollection.forward"),),
-    "rest of backward": ((collection, "_update"),),
+    "rest of backward": ((collection, "ExchangedLookup.backward"),),
 }
 
 

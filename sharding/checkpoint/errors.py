@@ -6,7 +6,6 @@ says which differences a load may pass over.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
@@ -14,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.sharding.comms.consensus import ErrorCodec, ErrorKind, all_or_error
 from shardwise.sharding.comms.exchange import Exchange
-from shardwise.sharding.comms.failures import RankFailure, agreed, is_of_group
+from shardwise.sharding.comms.failures import RankFailure, agreed, is_agreed, is_of_group
 from shardwise.sharding.comms.watch import Watch
 
 Shape = tuple[int, ...]
@@ -122,10 +122,23 @@ class CheckpointDamaged(ValueError):
     """A file of a checkpoint is missing, cut off, changed or not what it should be; the message names it."""
 
 
-_KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (CheckpointDamaged, BlockingIOError, OSError, ValueError, TypeError, KeyError, RuntimeError)
-}
+# how errors reach the other ranks: they raise them by these classes, with the rank that failed in front
+ERRORS = ErrorCodec(
+    (CheckpointDamaged, BlockingIOError, OSError, ValueError, TypeError, KeyError, RuntimeError),
+    [
+        # names and shapes are the same on all ranks, and so is what differs
+        ErrorKind(
+            CheckpointMismatch,
+            payload=lambda error: error.report.as_json(),
+            rebuild=lambda text, report: CheckpointMismatch(Report.from_json(report), text.split("\n")[0]),
+        ),
+        ErrorKind(
+            RankFailure, payload=lambda error: list(error.ranks), rebuild=lambda text, ranks: RankFailure(text, ranks)
+        ),
+    ],
+    subclasses=True,
+    names_rank=True,
+)
 
 
 @dataclass(frozen=True)
@@ -146,23 +159,16 @@ class Link:
         watch, exchange.watch = exchange.watch, None
         return Link(exchange, device, watch)
 
-    def told(self, mine: list[int]) -> list[list[int]]:
-        """The numbers of all ranks.
+    def meet(self, ask: Callable[[], T]) -> T:
+        """What `ask` returns, which waits for the other ranks.
 
         Raises:
-            RankFailure: a rank is gone.
+            RankFailure: a rank is gone. And what `ask` raises.
         """
-        return self._met(lambda: self.exchange.gather(mine, self.device))
-
-    def value(self, mine: bytes, rank: int) -> bytes:
-        """Rank `rank`'s bytes, on every rank. Raises as `told`."""
-        return self._met(lambda: self.exchange.value(mine, rank, self.device))
-
-    def _met(self, ask: Callable[[], T]) -> T:
         try:
             return ask()
         except RuntimeError as error:
-            if self.watch is None or not is_of_group(error):
+            if self.watch is None or is_agreed(error) or not is_of_group(error):
                 raise
             raise self.watch.failure(error) from error
 
@@ -184,56 +190,13 @@ def agree(link: Link, make: Callable[[], tuple[T, int]]) -> T:
         Exception: the first failing rank's, on all ranks.
         RuntimeError: the fingerprints differ.
     """
-    made: tuple[T, int] | None = None
-    failure: Exception | None = None
-    try:
-        made = make()
-    except Exception as error:
-        failure = error
-    if link.exchange.alone:
-        if failure is not None:
-            raise failure
-    else:
-        mine = [int(failure is not None), 0 if made is None else made[1]]
-        rows = link.told(mine)
-        raise_first([bool(failed) for failed, _ in rows], failure, link)
-        others = [rank for rank, (_, number) in enumerate(rows) if number != mine[1]]
-        if others:
-            raise agreed(RuntimeError(f"ranks {others} differ from this one in the step, the plan or the tables"))
-    assert made is not None
-    return made[0]
 
+    def made() -> tuple[T, list[int]]:
+        value, number = make()
+        return value, [number]
 
-def raise_first(failed: list[bool], failure: Exception | None, link: Link) -> None:
-    """Raise on all ranks the error of the first that failed; `failure` is this rank's own."""
-    if not any(failed):
-        return
-    first = failed.index(True)
-    error = unpack(link.value(pack(failure, rank=link.rank), first))
-    if failure is not None and link.rank == first:
-        raise agreed(failure)
-    raise agreed(error) from failure
-
-
-def pack(failure: Exception | None, *, rank: int) -> bytes:
-    """An error as bytes."""
-    if failure is None:
-        return b"{}"
-    report = failure.report.as_json() if isinstance(failure, CheckpointMismatch) else None
-    kind = next((name for name, one in _KINDS.items() if isinstance(failure, one)), "RuntimeError")
-    text = str(failure.args[0]) if isinstance(failure, KeyError) and failure.args else str(failure)
-    if not isinstance(failure, tuple(_KINDS.values())):
-        text = f"{type(failure).__name__}: {text}"
-    ranks = failure.ranks if isinstance(failure, RankFailure) else None
-    return json.dumps({"kind": kind, "text": text, "rank": rank, "report": report, "ranks": ranks}).encode()
-
-
-def unpack(data: bytes) -> Exception:
-    """The error that another rank packed, with its rank in front."""
-    said = json.loads(data)
-    if said["report"] is not None:
-        # names and shapes are the same on all ranks, and so is what differs
-        return CheckpointMismatch(Report.from_json(said["report"]), said["text"].split("\n")[0])
-    if said["ranks"] is not None:
-        return RankFailure(said["text"], said["ranks"])
-    return _KINDS[said["kind"]](f"rank {said['rank']}: {said['text']}")
+    value, numbers = link.meet(lambda: all_or_error(link.exchange, link.device, made, count=1, errors=ERRORS))
+    others = [rank for rank, number in enumerate(numbers) if number != numbers[link.rank]]
+    if others:
+        raise agreed(RuntimeError(f"ranks {others} differ from this one in the step, the plan or the tables"))
+    return value

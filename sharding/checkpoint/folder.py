@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from shardwise.sharding.comms.failures import RankFailure
 from shardwise.untrusted import require_regular
 
-from .errors import CheckpointDamaged, pack, unpack
+from .errors import ERRORS, CheckpointDamaged
 from .files import check_checksum, check_header, check_size
 from .manifest import NAME, STEP, Manifest, read_with_notes, to_bytes
 
@@ -179,7 +179,7 @@ class Attempt:
 
     def fail(self, error: Exception) -> None:
         """Tell the others that this rank cannot go on."""
-        _write_whole(self._signal(self.rank, "failed"), pack(error, rank=self.rank))
+        _write_whole(self._signal(self.rank, "failed"), ERRORS.encode(error))
 
     def settle(self, compose: Callable[[list[dict[str, Any]]], Manifest], keep_last: int | None) -> None:
         """Wait until all ranks have reported; rank 0 then composes the manifest of it all and commits.
@@ -233,8 +233,8 @@ class Attempt:
 
     def failure_of_others(self) -> Exception | None:
         """What another rank told by `fail`, if one did."""
-        failed = [self._signal(rank, "failed") for rank in range(self.world_size) if rank != self.rank]
-        return next((unpack(one.read_bytes()) for one in failed if one.exists()), None)
+        failed = {rank: self._signal(rank, "failed") for rank in range(self.world_size) if rank != self.rank}
+        return next((ERRORS.decode(file.read_bytes(), rank) for rank, file in failed.items() if file.exists()), None)
 
     def _raise_failures(self) -> None:
         failure = self.failure_of_others()

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from shardwise._version import __version__
 from shardwise.planner.layout import fingerprint
+from shardwise.sharding.comms.consensus import value_or_error
 from shardwise.sharding.comms.failures import agreed
 
 from .contents import Contents, Plain, contents_of, link_of
-from .errors import Link, agree, pack, unpack
+from .errors import ERRORS, Link, agree
 from .files import write_tensors
 from .folder import Attempt
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, FileFacts, Manifest, Stored, TableFacts, require_json
@@ -244,29 +245,25 @@ def _begin(folder: Path, step: int, link: Link) -> Attempt:
     Raises:
         OSError: rank 0 cannot begin it, or a rank does not see the folder; on all ranks.
     """
-    attempt: Attempt | None = None
-    failure: Exception | None = None
-    told = b""
-    if link.rank == 0:
-        try:
-            attempt = Attempt.begin(folder, step, world_size=link.world_size)
-            told = json.dumps({"token": attempt.token, "name": attempt.target.name}).encode()
-        except Exception as error:
-            failure, told = error, pack(error, rank=0)
-    said = json.loads(link.value(told, 0))
-    if "kind" in said:
-        raise agreed(failure or unpack(json.dumps(said).encode()))
-    if attempt is None:
-        attempt = Attempt(folder, said["token"], said["name"], rank=link.rank, world_size=link.world_size)
-    mine = attempt
+
+    def begin() -> Attempt:
+        begun: Attempt = value_or_error(
+            link.exchange, 0, lambda: Attempt.begin(folder, step, world_size=link.world_size),
+            encode=lambda attempt: json.dumps([attempt.token, attempt.target.name]).encode(),
+            decode=lambda data: Attempt(folder, *json.loads(data), rank=link.rank, world_size=link.world_size),
+            errors=ERRORS, device=link.device,
+        )  # fmt: skip
+        return begun
+
+    attempt = link.meet(begin)
 
     def join() -> tuple[None, int]:
-        mine.join()
+        attempt.join()
         return None, 0
 
     try:
         agree(link, join)
     except BaseException:
-        mine.leave()
+        attempt.leave()
         raise
-    return mine
+    return attempt

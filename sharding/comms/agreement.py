@@ -21,9 +21,9 @@ from torch import nn
 from shardwise._version import __version__
 
 from ...planner.layout import Shard, fingerprint
+from .consensus import all_or_error
 from .exchange import Exchange
 from .failures import agreed
-from .header import Sizes, Wants, tell
 
 T = TypeVar("T")
 Facts = Mapping[str, str]
@@ -45,38 +45,35 @@ def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, 
     Ranks that differ in MAY_DIFFER alone go on, with a warning.
 
     Raises:
-        As `header.raise_failures`, and RuntimeError where facts differ; on all ranks: none of them goes on to a
-            collective that the others never join.
+        As `all_or_error`, and RuntimeError where facts differ; on all ranks: none of them goes on to a collective that
+            the others never join.
     """
-    made: tuple[T, Facts] | None = None
-    failure: Exception | None = None
-    try:
-        made = make()
-    except Exception as error:
-        failure = error
+
+    def made() -> tuple[tuple[T, Facts], list[int]]:
+        value, facts = make()
+        return (value, facts), [fingerprint((), facts.items()), _agreements]
+
     global _agreements
-    mine = 0 if made is None else fingerprint((), made[1].items())
-    told = [Sizes(_agreements, mine, 0, ())] * exchange.world_size
-    heads = tell(exchange, device, failure or told, wants=Wants(), fingerprint=0, groups=0).hear()
-    assert made is not None
-    if any(head.sizes.ids != mine for head in heads):
-        facts = facts_of_all(exchange, device, made[1])
-        if len({fingerprint((), _shared(one).items()) for one in facts}) > 1:
-            raise agreed(RuntimeError(differences([_shared(one) for one in facts])))
-        warnings.warn(differences(facts, "replicas may drift apart by last digits, as ranks differ"), stacklevel=2)
-        mine = fingerprint((), _shared(made[1]).items())
-    number = max(head.sizes.batch for head in heads)
+    (value, facts), numbers = all_or_error(exchange, device, made, count=2)
+    shared = numbers[exchange.rank][0]
+    if any(other != shared for other, _ in numbers):
+        of_ranks = facts_of_all(exchange, device, facts)
+        if len({fingerprint((), _shared(of_rank).items()) for of_rank in of_ranks}) > 1:
+            raise agreed(RuntimeError(differences([_shared(of_rank) for of_rank in of_ranks])))
+        warnings.warn(differences(of_ranks, "replicas may drift apart by last digits, as ranks differ"), stacklevel=2)
+        shared = fingerprint((), _shared(facts).items())
+    number = max(agreements for _, agreements in numbers)
     _agreements = number + 1
-    return made[0], (mine + number) % 2**63
+    return value, (shared + number) % 2**63
 
 
-def facts_of_all(exchange: Exchange, device: torch.device, mine: Facts) -> list[Facts]:
+def facts_of_all(exchange: Exchange, device: torch.device, facts: Facts) -> list[Facts]:
     """The facts of each rank, by rank."""
-    data = json.dumps(dict(mine)).encode()
+    data = json.dumps(dict(facts)).encode()
     sizes = [size for (size,) in exchange.gather([len(data)], device)]
     text = torch.tensor(list(data), dtype=torch.uint8, device="cpu").to(device).repeat(exchange.world_size)
-    came = exchange.numbers(text, [len(data)] * exchange.world_size, sizes).wait()
-    return [json.loads(bytes(part.tolist())) for part in torch.split(came, sizes)]
+    received = exchange.numbers(text, [len(data)] * exchange.world_size, sizes).wait()
+    return [json.loads(bytes(part.tolist())) for part in torch.split(received, sizes)]
 
 
 def _shared(facts: Facts) -> Facts:
@@ -86,18 +83,18 @@ def _shared(facts: Facts) -> Facts:
 
 def differences(facts: Sequence[Facts], begin: str = "ranks differ in what all must share") -> str:
     """In what ranks differ: each fact that they do not share, and which value who has."""
-    names = list(dict.fromkeys(name for one in facts for name in one))
-    differ = [name for name in names if len({one.get(name) for one in facts}) > 1]
+    names = list(dict.fromkeys(name for of_rank in facts for name in of_rank))
+    differ = [name for name in names if len({of_rank.get(name) for of_rank in facts}) > 1]
     # a module or table that only some ranks have says so by itself
-    told = [name for name in differ if all(name in one for one in facts)] or differ
-    found = []
-    for name in told[:_MOST]:
+    listed = [name for name in differ if all(name in of_rank for of_rank in facts)] or differ
+    lines = []
+    for name in listed[:_MOST]:
         by_value: dict[str, list[int]] = {}
-        for rank, one in enumerate(facts):
-            by_value.setdefault(one.get(name, "nothing"), []).append(rank)
-        found.append(f"{name}: {', '.join(_has(ranks, value) for value, ranks in by_value.items())}")
-    more = f"; and {len(told) - _MOST} more" if len(told) > _MOST else ""
-    return f"{begin}: {'; '.join(found)}{more}"
+        for rank, of_rank in enumerate(facts):
+            by_value.setdefault(of_rank.get(name, "nothing"), []).append(rank)
+        lines.append(f"{name}: {', '.join(_has(ranks, value) for value, ranks in by_value.items())}")
+    more = f"; and {len(listed) - _MOST} more" if len(listed) > _MOST else ""
+    return f"{begin}: {'; '.join(lines)}{more}"
 
 
 def _has(ranks: Sequence[int], value: str) -> str:
@@ -107,41 +104,40 @@ def _has(ranks: Sequence[int], value: str) -> str:
 
 def facts_of(value: object, of: str) -> dict[str, str]:
     """The fields of a dataclass as facts `of` something; those of fields that are dataclasses too, by their paths."""
-    found: dict[str, str] = {}
+    facts: dict[str, str] = {}
     for field in fields(value) if is_dataclass(value) else ():
-        one = getattr(value, field.name)
-        if is_dataclass(one):
-            found |= {
-                name.replace(" of ", f" of {field.name} of ", 1): text for name, text in facts_of(one, of).items()
-            }
-        elif not callable(one):
-            found[f"{field.name} of {of}"] = one.name if isinstance(one, Enum) else repr(one)
-    return found
+        setting = getattr(value, field.name)
+        if is_dataclass(setting):
+            below = facts_of(setting, of)
+            facts |= {name.replace(" of ", f" of {field.name} of ", 1): text for name, text in below.items()}
+        elif not callable(setting):
+            facts[f"{field.name} of {of}"] = setting.name if isinstance(setting, Enum) else repr(setting)
+    return facts
 
 
 def facts_of_versions(device: torch.device) -> dict[str, str]:
     """What runs on this rank, and where."""
-    found = {"version of shardwise": __version__, "version of torch": str(torch.__version__), "device": device.type}
+    facts = {"version of shardwise": __version__, "version of torch": str(torch.__version__), "device": device.type}
     if device.type == "cuda":
         with suppress(PackageNotFoundError):
-            found["version of triton"] = version("triton")
-    return found
+            facts["version of triton"] = version("triton")
+    return facts
 
 
 def facts_of_shards(shards: Iterable[Shard]) -> dict[str, str]:
     """Where each table is."""
-    found: dict[str, list[str]] = {}
-    for one in sorted(shards, key=lambda shard: (shard.table, shard.rank, shard.rows, shard.cols)):
-        (top, bottom), (left, right) = one.rows, one.cols
-        where = "a replica" if one.replica else f"rows [{top}, {bottom}) of columns [{left}, {right})"
-        found.setdefault(one.table, []).append(f"{where} on rank {one.rank}")
-    return {f"place of table {table!r}": " + ".join(cuts) for table, cuts in found.items()}
+    places: dict[str, list[str]] = {}
+    for shard in sorted(shards, key=lambda shard: (shard.table, shard.rank, shard.rows, shard.cols)):
+        (top, bottom), (left, right) = shard.rows, shard.cols
+        where = "a replica" if shard.replica else f"rows [{top}, {bottom}) of columns [{left}, {right})"
+        places.setdefault(shard.table, []).append(f"{where} on rank {shard.rank}")
+    return {f"place of table {table!r}": " + ".join(cuts) for table, cuts in places.items()}
 
 
 def facts_of_dense(params: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
     """Shapes of dense layers, as far as they have any yet."""
-    found = {}
+    facts = {}
     for name, param in params:
         shape: Any = None if isinstance(param, nn.parameter.UninitializedParameter) else list(param.shape)
-        found[f"dense parameter {name!r}"] = f"{shape} {param.dtype}"
-    return found
+        facts[f"dense parameter {name!r}"] = f"{shape} {param.dtype}"
+    return facts

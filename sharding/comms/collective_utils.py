@@ -9,10 +9,23 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from .consensus import ErrorCodec, ErrorKind, value_or_error
 from .exchange import Exchange
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+# TorchRec's names promise any value of Python, and so any error; pickled, as torch's own object collectives are
+_ERRORS = ErrorCodec(
+    (),
+    [
+        ErrorKind(
+            Exception,
+            payload=lambda error: pickle.dumps(error).decode("latin-1"),
+            rebuild=lambda text, pickled: pickle.loads(pickled.encode("latin-1")),
+        )
+    ],
+)
 
 
 def is_leader(pg: dist.ProcessGroup | None, leader_rank: int = 0) -> bool:
@@ -31,26 +44,15 @@ def invoke_on_rank_and_broadcast_result(
     """
     if not 0 <= rank < dist.get_world_size(pg):
         raise ValueError(f"rank {rank} is not one of {dist.get_world_size(pg)}")
-    result: Any = None
-    failure: Exception | None = None
-    said = b""
-    if is_leader(pg, rank):
-        try:
-            result = func(*args, **kwargs)
-            said = pickle.dumps((True, result))
-        except Exception as error:
-            failure = error
-            said = _packed(error)
-    told = Exchange(pg).value(said, rank)
-    if failure is not None:
-        raise failure
-    if is_leader(pg, rank):
-        return result  # type: ignore[no-any-return]
-    good, value = pickle.loads(told)
-    if good:
-        return value  # type: ignore[no-any-return]
-    text, packed = value
-    raise _unpacked(packed, text) from RuntimeError(f"rank {rank} failed: {text}")
+    result: T = value_or_error(
+        Exchange(pg),
+        rank,
+        lambda: func(*args, **kwargs),
+        encode=pickle.dumps,
+        decode=pickle.loads,
+        errors=_ERRORS,
+    )
+    return result
 
 
 def run_on_leader(pg: dist.ProcessGroup, rank: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -64,20 +66,3 @@ def run_on_leader(pg: dist.ProcessGroup, rank: int) -> Callable[[Callable[P, T]]
         return on_leader
 
     return decorate
-
-
-def _packed(error: Exception) -> bytes:
-    """An error for other ranks, and its text for those that cannot read it."""
-    text = f"{type(error).__name__}: {error}"
-    try:
-        return pickle.dumps((False, (text, pickle.dumps(error))))
-    except Exception:
-        return pickle.dumps((False, (text, b"")))
-
-
-def _unpacked(packed: bytes, text: str) -> Exception:
-    try:
-        error = pickle.loads(packed)
-    except Exception:
-        return RuntimeError(text)
-    return error if isinstance(error, Exception) else RuntimeError(text)

@@ -1,4 +1,4 @@
-"""What ranks raise when one of them fails in the middle of a step: who it was, where it was, and what it said.
+"""What ranks raise when one of them fails in the middle of a step: who it was, where it was, and its error.
 
 An error that all ranks know of (a bad id, ranks that disagree) is an ordinary exception, and the process group goes on.
 Any other leaves ranks waiting for each other: a roll call finds out which of them is well, and the rest is said here.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 E = TypeVar("E", bound=BaseException)
 
 _AGREED = "_raised_on_all_ranks"
-# what gloo and NCCL say where a rank is gone or has hung up
+# texts of gloo and NCCL where a rank is gone or has hung up
 _LOST = ("gloo/transport", "pair closure", "Connection closed by peer", "Connection reset by peer", "NCCL")
 _WAY_OUT = (
     "Tables of the other ranks are as their last update left them. The process group is closed: destroy it and make"
@@ -40,7 +40,7 @@ class RankFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank says of itself in a roll call: where it is, whether it waits for others, what it raised."""
+    """What a rank reports of itself in a roll call: where it is, whether it waits for others, what it raised."""
 
     where: str
     waits: bool = False
@@ -64,29 +64,30 @@ def agreed(error: E) -> E:
 
 def is_agreed(error: BaseException) -> bool:
     """Whether all ranks raise this error, or that which led to it."""
-    return any(getattr(one, _AGREED, False) for one in _causes(error))
+    return any(getattr(cause, _AGREED, False) for cause in _causes(error))
 
 
 def is_of_group(error: BaseException) -> bool:
     """Whether an error came from the process group: another rank is its cause."""
     return any(
-        isinstance(one, dist.DistError) or (isinstance(one, RuntimeError) and any(said in str(one) for said in _LOST))
-        for one in _causes(error)
+        isinstance(cause, dist.DistError)
+        or (isinstance(cause, RuntimeError) and any(text in str(cause) for text in _LOST))
+        for cause in _causes(error)
     )
 
 
 def is_failure(error: BaseException) -> bool:
     """Whether a RankFailure is, or led to, this error."""
-    return any(isinstance(one, RankFailure) for one in _causes(error))
+    return any(isinstance(cause, RankFailure) for cause in _causes(error))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield one
-        one = one.__cause__ or one.__context__
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def format_error(error: BaseException) -> str:
@@ -96,11 +97,11 @@ def format_error(error: BaseException) -> str:
 
 
 def diagnose(why: str, statuses: Mapping[int, RankStatus], rank: int, world_size: int) -> RankFailure:
-    """What rank `rank` raises after a roll call in which `statuses` were said; `why` is what led to it."""
+    """What rank `rank` raises after a roll call in which ranks reported `statuses`; `why` is what led to it."""
     failed = {r: status for r, status in statuses.items() if status.error is not None}
     silent = [r for r in range(world_size) if r not in statuses]
     absent = {r: status for r, status in statuses.items() if not status.waits}
-    mine = statuses[rank].where
+    where = statuses[rank].where
     if failed:
         ranks = sorted(failed)
         text = "; ".join(f"rank {r} failed {failed[r].where}: {failed[r].error}" for r in ranks)
@@ -111,10 +112,10 @@ def diagnose(why: str, statuses: Mapping[int, RankStatus], rank: int, world_size
         ranks = sorted(absent)
         text = "; ".join(f"rank {r} did not come: it is {absent[r].where}" for r in ranks) + f", and {why}"
     else:
-        ranks = [r for r in sorted(statuses) if statuses[r].where != mine]
+        ranks = [r for r in sorted(statuses) if statuses[r].where != where]
         text = f"ranks no longer hear each other, as {why}"
         text += "".join(f"; rank {r} is {statuses[r].where}" for r in ranks)
-    return RankFailure(f"{text}. Rank {rank} was {mine}. {_WAY_OUT}", ranks)
+    return RankFailure(f"{text}. Rank {rank} was {where}. {_WAY_OUT}", ranks)
 
 
 def closed_by(rank: int, status: RankStatus) -> RankFailure:

@@ -27,10 +27,10 @@ from shardwise.kernels import BoundsCheckMode
 from shardwise.kernels._op import no_second_derivative, runs_kernel
 
 from ...planner.layout import Shard, TableOptions, validate
-from ..comms import header
 from ..comms.agreement import Facts, agree, facts_of, facts_of_shards
 from ..comms.async_collective import get_gradient_division
 from ..comms.awaitable import LazyAwaitable
+from ..comms.consensus import send_header, shared_by_ranks
 from ..comms.env import ShardingEnv
 from ..comms.exchange import Exchange
 from ..comms.host_exchange import HostExchange
@@ -216,7 +216,8 @@ class ShardedCollection(nn.Module, ShardedModule):
         """Serve these routes, whose fingerprint is `number`, from now on."""
         rank = self._env.rank
         self._routes, self._fingerprint, self._held = routes, number, held
-        self._most_groups = max(len(serving.groups) for serving in routes.serving)
+        # samples, ids, those whose results come back, and ids of each group
+        self._header_width = 3 + max(len(serving.groups) for serving in routes.serving)
         self._local = Exchange(self._env.local_group(), self._exchange) if routes.has_host_sums else None
         host = None if self._local is None else HostExchange(self._local, rank)
         codecs = self._codec, self._codec_back
@@ -356,13 +357,12 @@ class ShardedCollection(nn.Module, ShardedModule):
         if self.shards.updates_together:
             # a table that is frozen on one rank alone would leave the others waiting for its part
             number = (number + self._held.frozen_tables()) % 2**63
-        factors = step.sent_weights
-        step.header = header.tell(
-            self._exchange, self._held.device,
-            sizes if isinstance(sizes, Exception) else [header.Sizes(b, i, r, g) for b, i, r, *g in sizes],
-            wants=header.Wants(update, factors is not None and factors.requires_grad, self.training),
-            fingerprint=number, groups=self._most_groups,
+        weights = step.sent_weights
+        shared = shared_by_ranks(
+            number, update=update, trains=self.training,
+            weight_gradients=weights is not None and weights.requires_grad,
         )  # fmt: skip
+        step.header = send_header(self._exchange, self.device, sizes, shared=shared, width=self._header_width)
         return step
 
     def _sending_of(self, keys: tuple[str, ...], update: bool) -> Sending:
@@ -375,9 +375,7 @@ class ShardedCollection(nn.Module, ShardedModule):
         if step.phase >= IDS_SENT:
             return
         # where this rank's batch is bad every rank raises here
-        unpack_sizes(
-            step, [[h.sizes.batch, h.sizes.ids, h.sizes.returned, *h.sizes.ids_to_groups] for h in step.header.hear()]
-        )
+        unpack_sizes(step, step.header.receive())
         if not self._exchange.alone:
             sizes = step.receiving.sizes(step.batches, step.ids_from)
             step.ids = self._exchange.ids(*pack_ids(step), sizes)

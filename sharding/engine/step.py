@@ -20,8 +20,8 @@ from shardwise.jagged import KeyedJaggedTensor
 from ...planner.layout import Span
 
 if TYPE_CHECKING:
+    from ..comms.consensus import PendingHeader
     from ..comms.exchange import Pending
-    from ..comms.header import Told
     from .id_map import Renewal
     from .route import Division, ReplicatedBatch, Sending
     from .wire import Receiving
@@ -62,7 +62,7 @@ class Step:
     replicated: list[ReplicatedBatch] = field(init=False)
     division: Division | None = None
     # sizes of the message to each rank, on their way; all that there is of a batch that is bad on this rank
-    header: Told = field(init=False)
+    header: PendingHeader = field(init=False)
 
     # IDS_SENT: what each rank said of its message to this one
     batches: list[int] = field(init=False)  # [W] samples

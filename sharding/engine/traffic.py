@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..comms import header
+from ..comms.consensus import header_bytes
 from .routes import REPLICA, ROWS, Group, Routes, Serving
 
 _NUMBER = 4
@@ -49,9 +49,7 @@ def predicted_bytes(
     on how many different rows a batch names.
     """
     mine = routes.serving[rank]
-    most_groups = max(len(serving.groups) for serving in routes.serving)
-    nothing = [header.Sizes(0, 0, 0, ())]
-    (head,) = header.pack(nothing, 0, wants=header.Wants(), fingerprint=0, groups=most_groups)
+    header = header_bytes(3 + max(len(serving.groups) for serving in routes.serving))
     # samples that each rank of this host answers for all hosts
     each = routes.local_size
     answered = [sum(batches[m::each]) for m in range(each)]
@@ -72,7 +70,7 @@ def predicted_bytes(
         streams = len(serving.streams_for(update))
         found.append(
             Traffic(
-                headers=8 * len(head),
+                headers=header,
                 ids=ids * routes.id_dtype.itemsize,
                 lengths=streams * (batches[rank] if routes.pooled else 1) * _NUMBER,
                 weights=ids * _NUMBER if routes.scaled else 0,

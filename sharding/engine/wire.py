@@ -381,7 +381,7 @@ class PooledWire(Wire):
             own = torch.cat([block[: batch * columns] for block, batch in zip(blocks, batches, strict=True)])
             own = own.view(sum(batches), columns)
             rest = torch.cat([blocks[rank][batches[rank] * columns :] for rank in self._near])
-            answered = sum(batches[rank] for rank in self._near)
+            answered = sum(map(batches.__getitem__, self._near))
             of_host = self._host.rows_transpose(rest.view(answered, self._gradient_host_columns), batches)
         gradients, at = [], {True: 0, False: 0}
         for group in self.groups:

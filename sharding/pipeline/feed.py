@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from shardwise.sharding.comms import header
+from shardwise.sharding.comms.consensus import PendingHeader, send_header
 from shardwise.sharding.comms.env import ShardingEnv
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.engine.collection import ShardedCollection
@@ -31,8 +31,8 @@ class Fetched(Generic[In]):
     """A batch under way: None once a loader has ended, or where it could not be loaded."""
 
     batch: In | None
-    # what this rank told the others of it; None once they were heard
-    told: header.Told | None
+    # what ranks have of it, on its way; None once it is here
+    header: PendingHeader | None
     copied: Any = None
     # what is raised in its place, on all ranks, when its turn comes
     error: Exception | None = None
@@ -80,9 +80,9 @@ class Feed(Generic[In]):
     def fetch(self, iterator: Iterator[In]) -> Fetched[In]:
         """Load a batch, or learn that there is none, and tell the other ranks; waits for none of them."""
         self.is_over(iterator)
-        exchange, told_on = self.agrees_by
+        exchange, device = self.agrees_by
         batch: In | None = None
-        mine: list[header.Sizes] | Exception
+        ended: list[list[int]] | Exception
         copied = None
         try:
             batch = None if self._is_empty else next(iterator, None)
@@ -91,25 +91,25 @@ class Feed(Generic[In]):
                 batch = to_device(batch, self._device, non_blocking=True)
                 if self.stream is not None:
                     copied = self.stream.record_event()
-            mine = [header.Sizes(int(self._is_empty), 0, 0, ())] * exchange.world_size
+            ended = [[int(self._is_empty)]] * exchange.world_size
         except Exception as error:
-            batch, mine = None, error
+            batch, ended = None, error
         with on(self.stream):
-            told = header.tell(exchange, told_on, mine, wants=header.Wants(), fingerprint=0, groups=0)
-        return Fetched(batch, told, copied)
+            header = send_header(exchange, device, ended, width=1)
+        return Fetched(batch, header, copied)
 
     def settle(self, fetched: Fetched[In]) -> None:
-        """Wait until all ranks have told of a batch; does nothing the second time."""
-        told, fetched.told = fetched.told, None
-        if told is None:
+        """Wait until all ranks have said what they have of a batch; does nothing the second time."""
+        header, fetched.header = fetched.header, None
+        if header is None:
             return
         try:
             with on(self.stream):
-                heads = told.hear()
+                numbers = header.receive()
         except Exception as error:
             fetched.error = error
             return
-        ended = [rank for rank, head in enumerate(heads) if head.sizes.batch]
+        ended = [rank for rank, (has_ended,) in enumerate(numbers) if has_ended]
         if not ended:
             return
         fetched.ended = self._is_over = True
@@ -123,10 +123,10 @@ class Feed(Generic[In]):
 
     def drop(self, fetched: Fetched[In]) -> None:
         """Let a batch go that will not be used."""
-        if fetched.told is not None:
+        if fetched.header is not None:
             # as `settle`: what comes lies in memory of that stream
             with on(self.stream):
-                fetched.told.pending.wait()
+                fetched.header.pending.wait()
 
 
 def exchange_of(model: nn.Module, device: torch.device) -> tuple[Exchange, torch.device]:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.sharding.comms.header import of_rank
+from shardwise.sharding.comms.consensus import STEP_ERRORS
 
 from .streams import current, new_stream, on, record_stream, to_device
 
@@ -86,7 +86,7 @@ class DataLoadingThread(Thread, Generic[In]):
                 raise
             return None
         except Exception as error:
-            raise of_rank(error, dist.get_rank() if dist.is_initialized() else 0) from error
+            raise STEP_ERRORS.of_rank(error, dist.get_rank() if dist.is_initialized() else 0) from error
 
     def __iter__(self) -> Iterator[In]:
         return self

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from shardwise.sharding.comms import header
+from shardwise.sharding.comms.consensus import send_header
 
 from .ahead import Ahead
 from .base import TrainPipeline, warn_of_unused
@@ -275,11 +275,9 @@ class SparseDataDistUtil(Generic[In]):
             name, run, self.data_dist_stream, self.wait_sdd_fill_callback, self.data_exhausted_callback
         )  # fmt: skip
 
-    def _all_have(self, mine: bool) -> bool:
+    def _all_have(self, here: bool) -> bool:
         exchange, device = self._agrees_by
-        told = [header.Sizes(int(mine), 0, 0, ())] * exchange.world_size
-        heads = header.tell(exchange, device, told, wants=header.Wants(), fingerprint=0, groups=0).hear()
-        return all(head.sizes.batch for head in heads)
+        return all(there for (there,) in send_header(exchange, device, [[int(here)]] * exchange.world_size).receive())
 
     def _before_forward(self, _: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else next(iter(kwargs.values()), None)

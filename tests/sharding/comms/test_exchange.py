@@ -19,7 +19,7 @@ from shardwise import KeyedJaggedTensor
 from shardwise.embeddings import OptimizerSpec
 from shardwise.planner import layout
 from shardwise.planner.layout import Shard
-from shardwise.sharding.comms import header
+from shardwise.sharding.comms.consensus import STEP_ERRORS, send_header, shared_by_ranks
 from shardwise.sharding.comms.exchange import (
     BufferAlias,
     Exchange,
@@ -118,58 +118,68 @@ def test_a_process_does_not_exit_while_the_backend_holds_a_tensor_of_its_last_co
     assert mine.tolist() == [0, 1, 2, 3]
 
 
-FACTS: dict[str, Any] = {"wants": header.Wants(update=True), "fingerprint": 2**62 + 5, "groups": 3}
-WELL = -1
-NOTHING = header.Sizes(0, 0, 0, [])
+SHARED: dict[str, Any] = {"fingerprint": 2**62 + 5, "update": True, "trains": True, "weight_gradients": False}
 
 
 class Heard(Exchange):
-    """An exchange in which every other rank says what is given, one after another."""
+    """An exchange in which every other rank sends what is given: rows of a header, and then bytes."""
 
-    def __init__(self, *said: list[list[int]]) -> None:
+    def __init__(self, rows: list[list[int]], message: bytes = b"") -> None:
         super().__init__(None)
-        self._said, self.world_size, self.alone = list(said), len(said[0]), False
+        self._rows, self._message, self.world_size, self.alone = rows, message, len(rows), False
 
     def headers(self, mine: Tensor) -> Pending:
-        return Pending(torch.tensor(self._said.pop(0)))
+        return Pending(torch.tensor(self._rows))
+
+    def value(self, mine: bytes, rank: int, device: torch.device | None = None) -> bytes:
+        assert rank == 1
+        return self._message
 
 
-def row_of(sizes: header.Sizes, status: int = WELL, **changed: Any) -> list[int]:
-    return header.pack([sizes], status, **{**FACTS, **changed})[0]
+def row_of(*numbers: int, status: int = 0, **changed: Any) -> list[int]:
+    return [*shared_by_ranks(**{**SHARED, **changed}), status, *numbers]
 
 
-def test_a_header_tells_each_rank_its_sizes() -> None:
-    sizes = [header.Sizes(7, 6, 5, [1, 2, 3]), header.Sizes(8, 4, 4, [4]), header.Sizes(0, 0, 0, [])]
-    heads = header.tell(Heard(header.pack(sizes, WELL, **FACTS)), CPU, [NOTHING] * 3, **FACTS).hear()
-    assert [list(head.sizes.ids_to_groups) for head in heads] == [[1, 2, 3], [4, 0, 0], [0, 0, 0]]
-    assert [(head.sizes.batch, head.sizes.ids, head.sizes.returned) for head in heads] == [
-        (7, 6, 5),
-        (8, 4, 4),
-        (0, 0, 0),
-    ]
+def received(exchange: Exchange, numbers: Any) -> list[list[int]]:
+    return send_header(exchange, CPU, numbers, shared=shared_by_ranks(**SHARED)).receive()
+
+
+def test_a_header_brings_each_rank_its_numbers() -> None:
+    assert received(Heard([row_of(7, 6, 5), row_of(8, 4, 0)]), [[0] * 3] * 2) == [[7, 6, 5], [8, 4, 0]]
+
+
+def headers_of_other_lengths() -> list[list[int]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = [[100 * rank + target] * (1 + target) for target in range(world)]
+    return send_header(Exchange(dist.group.WORLD), CPU, rows, width=4).receive()
+
+
+@pytest.mark.ranks
+def test_rows_for_ranks_with_fewer_groups_are_filled_up() -> None:
+    for rank, rows in enumerate(run_ranks(3, headers_of_other_lengths)):
+        assert rows == [([100 * source + rank] * (1 + rank) + [0] * 4)[:4] for source in range(3)]
 
 
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
         ({"fingerprint": 6}, "plans, table configs or order of lookups"),
-        ({"wants": header.Wants()}, "whether gradients are enabled"),
-        ({"wants": header.Wants(True, True)}, "whether per-id weights have gradients"),
+        ({"update": False}, "whether gradients are enabled"),
+        ({"trains": False}, r"whether their module is in train\(\) or eval\(\)"),
+        ({"weight_gradients": True}, "whether per-id weights have gradients"),
     ],
 )
 def test_ranks_that_differ_are_named(changed: dict[str, Any], what: str) -> None:
-    heard = Heard([row_of(NOTHING), row_of(NOTHING, **changed)])
     with pytest.raises(RuntimeError, match=rf"^ranks \[1\] differ from this one in .*{what}"):
-        header.tell(heard, CPU, [NOTHING] * 2, **FACTS).hear()
+        received(Heard([row_of(0), row_of(0, **changed)]), [[0]] * 2)
 
 
 @settings(deadline=None)
-@given(st.text(st.characters(exclude_characters="\0"), max_size=600))
+@given(st.text(max_size=600))
 # a file name that is no UTF-8: its rank raised before the exchange, and the others waited
 @example("\udcff")
-def test_the_text_of_a_failure_travels_up_to_512_bytes(text: str) -> None:
-    (said,) = header.unpack_texts(header.pack_text(ValueError(text), 1))
-    assert said == text.encode(errors="backslashreplace")[:512].decode(errors="replace")
+def test_the_text_of_a_failure_travels_as_it_is(text: str) -> None:
+    assert str(STEP_ERRORS.of_rank(ValueError(text), 3)) == f"rank 3: {text}"
 
 
 @pytest.mark.parametrize(
@@ -184,10 +194,9 @@ def test_the_text_of_a_failure_travels_up_to_512_bytes(text: str) -> None:
     ],
 )
 def test_a_failure_keeps_its_type_and_names_its_rank(failure: Exception, kind: type[Exception], text: str) -> None:
-    said = [*header.pack_text(None, 1), *header.pack_text(failure, 1)]
-    heard = Heard([row_of(NOTHING), row_of(NOTHING, header._status(failure))], said)
+    heard = Heard([row_of(0), row_of(0, status=1)], b"e" + STEP_ERRORS.encode(failure))
     with pytest.raises(Exception) as raised:
-        header.tell(heard, CPU, [NOTHING] * 2, **FACTS).hear()
+        received(heard, [[0]] * 2)
     assert type(raised.value) is kind
     assert raised.value.args == (text,)
 
@@ -195,7 +204,7 @@ def test_a_failure_keeps_its_type_and_names_its_rank(failure: Exception, kind: t
 def test_a_process_alone_raises_its_own_exception() -> None:
     failure = ZeroDivisionError("by zero")
     with pytest.raises(ZeroDivisionError) as raised:
-        header.tell(Exchange(None), CPU, failure, **FACTS).hear()
+        received(Exchange(None), failure)
     assert raised.value is failure
 
 

@@ -30,7 +30,7 @@ from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCo
 pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
 
 # the guard of the ids and the sizes that leave, in one copy; then those that come
-SIZES = ["copy to host in jagged/_segments.py _read", "copy to host in sharding/comms/header.py hear"]
+SIZES = ["copy to host in jagged/_segments.py _read", "copy to host in sharding/comms/consensus.py receive"]
 GUARD = "copy to host in jagged/_segments.py read"
 
 
