@@ -11,6 +11,7 @@ torch sees a meta tensor, because its autograd asks for a device that is there.
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -43,6 +44,13 @@ _LEAVES = {
 }
 
 
+class DeviceMemory:
+    """A piece of the device's memory. Tensors that view it share this, and it is given back with the last of them."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
 class Observer(Protocol):
     """What is told what happens."""
 
@@ -55,11 +63,18 @@ class Observer(Protocol):
     def copy(self, where: str, waits: bool) -> None:
         """`where` is "to device" or "to host"."""
 
+    def allocation(self, memory: DeviceMemory, op: Op, dtype: torch.dtype) -> None:
+        """Memory that an operation's result of this dtype has. What torch's kernels take for themselves is not told."""
+
 
 class FakeCudaTensor(Tensor):
-    """A tensor that says it is on a GPU; `host` holds its values, or is a meta tensor where nobody may ask for them."""
+    """A tensor that says it is on a GPU; `host` holds its values, or is a meta tensor where nobody may ask for them.
+
+    `memory` is what it would take there, None until the mode returns it.
+    """
 
     host: Tensor
+    memory: DeviceMemory | None
 
     # all that is done to it comes to the mode
     __torch_function__: Any = torch._C._disabled_torch_function_impl
@@ -71,7 +86,7 @@ class FakeCudaTensor(Tensor):
             cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
             device="meta", requires_grad=False,
         )  # fmt: skip
-        made.host = host
+        made.host, made.memory = host, None
         return made
 
     @property
@@ -94,7 +109,7 @@ class FakeCudaTensor(Tensor):
     def data(self, other: Tensor) -> None:
         assert isinstance(other, FakeCudaTensor)
         _DATA.__set__(self, other)
-        self.host = other.host
+        self.host, self.memory = other.host, other.memory
 
     def get_device(self) -> int:
         return CUDA.index
@@ -127,9 +142,30 @@ class FakeCudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
         self.inside = 0  # ops of shardwise that this is inside of
+        # by the storage of the host
+        self._memory: weakref.WeakValueDictionary[int, DeviceMemory] = weakref.WeakValueDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {**(kwargs or {})}
+        result = self.dispatch(func, args, {**(kwargs or {})})
+        self._give_memory(func, tree_leaves((args, kwargs)), result)
+        return result
+
+    def _give_memory(self, func: Any, leaves: Sequence[Any], result: Any) -> None:
+        """Tensors of a result that have no memory get that of the storage they view, or new memory."""
+        moved = func._schema.name == "aten::set_"
+        made = [one for one in tree_leaves(result) if isinstance(one, FakeCudaTensor) and (moved or not one.memory)]
+        if not made:
+            return
+        # those without values inside of an op stand for others, whose memory they have
+        of_arguments = {} if moved else {_storage(one): one.memory for one in leaves if isinstance(one, FakeCudaTensor)}
+        for one in made:
+            one.memory = of_arguments.get(_storage(one)) or self._memory.get(_storage(one))
+            if one.memory is None:
+                one.memory = self._memory[_storage(one)] = DeviceMemory(one.host.untyped_storage().nbytes())
+                self.seen.allocation(one.memory, func, one.dtype)
+
+    def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of an operation, told to `seen`."""
         # the host has no memory that is pinned for this device
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
@@ -190,7 +226,13 @@ class FakeCudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.inside -= 1
         if without_values:
             return noted
-        return _wrapped(func, args, kwargs, func(*tree_map(_values, args), **tree_map(_values, kwargs)))
+        result = _wrapped(func, args, kwargs, func(*tree_map(_values, args), **tree_map(_values, kwargs)))
+        for bare, one in zip(tree_leaves(noted), tree_leaves(result), strict=True):
+            # what the implementation allocated, whatever the path of the CPU did
+            if isinstance(one, FakeCudaTensor) and one.memory is None and bare.memory is not None:
+                self._memory.pop(_storage(bare), None)
+                one.memory = self._memory[_storage(one)] = bare.memory
+        return result
 
     def to_copy(self, source: Tensor, kwargs: dict[str, Any], there: bool | None) -> Any:
         waits = not kwargs.get("non_blocking", False)
@@ -263,7 +305,13 @@ def _bare(one: Any) -> Any:
     """The same without values; every tensor for itself."""
     if not isinstance(one, FakeCudaTensor):
         return one
-    return FakeCudaTensor(torch.empty_strided(one.host.size(), one.host.stride(), dtype=one.dtype, device="meta"))
+    bare = FakeCudaTensor(torch.empty_strided(one.host.size(), one.host.stride(), dtype=one.dtype, device="meta"))
+    bare.memory = one.memory
+    return bare
+
+
+def _storage(one: FakeCudaTensor) -> int:
+    return int(one.host.untyped_storage()._cdata)
 
 
 def _values(one: Any) -> Any:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shardwise.perf.counts.fake_cuda import (
     CUDA,
+    DeviceMemory,
     Op,
     is_view,
     use_fake_cuda,
@@ -194,18 +195,20 @@ class Counted:
         if count:
             self.kernels[f"torch {name}"] += count
         if waits(op, args, kwargs):
-            self.syncs[f"{name} in {_caller()}"] += 1
+            self.syncs[f"{name} in {caller()}"] += 1
 
     def kernel(self, name: str) -> None:
         self.kernels[name.removeprefix("_").removesuffix("_kernel")] += 1
 
+    def allocation(self, memory: DeviceMemory, op: Op, dtype: torch.dtype) -> None: ...
+
     def copy(self, where: str, waits: bool) -> None:
         self.copies[where] += 1
         if waits:
-            self.syncs[f"copy {where} in {_caller()}"] += 1
+            self.syncs[f"copy {where} in {caller()}"] += 1
 
 
-def _caller() -> str:
+def caller() -> str:
     """The innermost function of shardwise that is on the stack, perf's own left out."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
