@@ -334,15 +334,13 @@ def dense_bmm_cpu(values: Tensor, offsets: Tensor, dense: Tensor, max_length: in
     last = 0
     for block in blocks_of(offsets, lengths, values.shape[1] + columns):
         starts = offsets[block.low : block.high]
-        block_matrices = matrices[block.low : block.high]
+        right = matrices[block.low : block.high]
         padded = padded_rows(values, starts, block.width)  # [bags, width, D]
-        product = torch.bmm(padded, block_matrices if exact else block_matrices.to(padded.dtype)).view(
-            -1, columns
-        )  # [bags * width, E]
+        product = torch.bmm(padded, right if exact else right.to(padded.dtype)).view(-1, columns)  # [bags * width, E]
         leave_padding(product, block, offsets, cut, out)
         for b in block.alone:
             begin, end = int(starts[b]), int(starts[b] + lengths[block.low + b])
-            out[begin:end] = values[begin:end].to(padded.dtype) @ block_matrices[b].to(padded.dtype)
+            out[begin:end] = values[begin:end].to(padded.dtype) @ right[b].to(padded.dtype)
         last = block.end
     out[last:] = 0
     if cut:

@@ -60,7 +60,7 @@ def _prefetch(typing: Any, address: Any) -> Any:
 @compiled()
 def _plan(order: Any, sizes: Any, values: int, starts: Any, outs: Any, moved: Any) -> Any:
     S, T = order.shape[0], sizes.shape[0]
-    begins = np.empty(T + 1, np.int64)
+    begins = np.empty(T + 1, np.int64)  # of the source's segments
     begin, beyond = np.int64(0), np.int64(0)
     for t in range(T):
         size = np.int64(sizes[t])

@@ -128,8 +128,8 @@ def _dense_bmm_kernel(  # type: ignore[no-untyped-def]
         begin = tl.load(O + bag).to(tl.int64)
         # offsets out of order must end the loop too
         then = tl.maximum(tl.minimum(tl.load(O + bag + 1).to(tl.int64), end), row + 1)
-        ours = (l >= row) & (l < then)
-        taken = ours & (l - begin < limit)
+        in_bag = (l >= row) & (l < then)
+        taken = in_bag & (l - begin < limit)
         total = tl.zeros((BLOCK_L, BLOCK_K), tl.float32)
         for m0 in range(0, M, BLOCK_M):
             m = m0 + tl.arange(0, BLOCK_M)
@@ -144,7 +144,7 @@ def _dense_bmm_kernel(  # type: ignore[no-untyped-def]
             total = _dot(x, w, total, WIDE)
         # a zero row times an Inf of the matrix is NaN
         total = tl.where(taken[:, None], total, 0.0)
-        tl.store(Y + (l * K)[:, None] + k[None, :], total.to(Y.dtype.element_ty), mask=ours[:, None] & in_k[None, :])
+        tl.store(Y + (l * K)[:, None] + k[None, :], total.to(Y.dtype.element_ty), mask=in_bag[:, None] & in_k[None, :])
         row = then
     rest = (l >= row) & (l < stop)
     nothing = tl.zeros((BLOCK_L, BLOCK_K), Y.dtype.element_ty)

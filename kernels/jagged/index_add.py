@@ -72,7 +72,7 @@ def _index_add_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = row < N
     bag = tl.load(owner + row, mask=here, other=-1)
-    owned = bag >= 0
+    owned = bag >= 0  # [BLOCK_N]
     # rows of G lie from the begin of a copy of the bag as rows of X from the begin of the bag
     place = row - tl.load(O + bag, mask=owned, other=0)
     before = bag // B * S
@@ -84,7 +84,7 @@ def _index_add_kernel(  # type: ignore[no-untyped-def]
     in_row = d < D
     total = tl.zeros((BLOCK_N, BLOCK_D), tl.float64 if WIDE else tl.float32)
     for c in range(0, tl.max(copies, 0)):
-        live = c < copies
+        live = c < copies  # [BLOCK_N]
         selected = before + tl.load(A + copy + c, mask=live, other=0)
         source = tl.load(SO + selected, mask=live, other=0) + place
         # a copy shorter than its bag ends before, and no row is read outside G

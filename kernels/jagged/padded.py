@@ -130,7 +130,7 @@ def _to_padded_kernel(  # type: ignore[no-untyped-def]
     # neighbours in the grid are neighbours in a row
     blocks = tl.cdiv(WIDTH, BLOCK_D)
     leaf = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    live = leaf < R
+    live = leaf < R  # [BLOCK_R]
     bag = leaf
     rest = leaf
     if DIMS > 1:
@@ -147,9 +147,9 @@ def _to_padded_kernel(  # type: ignore[no-untyped-def]
         bag = begin + column
     begin, end = _bag_bounds(O[DIMS - 1], bag, live, _number(COUNTS[DIMS - 1]))
     D = multiple(D, ALIGN)
-    elements = tl.minimum(end - begin, MOST) * D
+    elements = tl.minimum(end - begin, MOST) * D  # [BLOCK_R], of a bag
     e = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-    filled = e[None, :] < elements[:, None]
+    filled = e[None, :] < elements[:, None]  # [BLOCK_R, BLOCK_D]
     source = (begin * D)[:, None] + e[None, :]
     x = tl.load(V + source, mask=filled, other=0)
     width = multiple(WIDTH, OUT_ALIGN)
@@ -224,11 +224,11 @@ def _to_jagged_kernel(  # type: ignore[no-untyped-def]
 ):
     """OTHER are jagged values that are added to what X holds for them, or multiplied with it."""
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    place = tl.load(at + position, mask=position < N, other=-1)
+    place = tl.load(at + position, mask=position < N, other=-1)  # [BLOCK_N], -1 where X holds nothing
     D = multiple(D, ALIGN)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_row = d < D
-    in_dense = (place >= 0)[:, None] & in_row[None, :]
+    in_dense = (place >= 0)[:, None] & in_row[None, :]  # [BLOCK_N, BLOCK_D]
     x = tl.load(X + (place * D)[:, None] + d[None, :], mask=in_dense, other=0)
     own = (position * D)[:, None] + d[None, :]
     inside = (position < N)[:, None] & in_row[None, :]

@@ -89,10 +89,10 @@ def _softmax_kernel(  # type: ignore[no-untyped-def]
         total = total * tl.exp(top - base) + tl.exp(x - base)
         top = higher
         row += BLOCK_L
-    highest = tl.max(top, 0)
+    highest = tl.max(top, 0)  # [BLOCK_D]
     highest = tl.where(highest == float("-inf"), 0.0, highest)[None, :]
     # of a column of nothing but -inf 0 / 0 is left, as torch has it
-    share = tl.sum(total * tl.exp(top - highest), 0)[None, :]
+    share = tl.sum(total * tl.exp(top - highest), 0)[None, :]  # [1, BLOCK_D]
     row = begin
     while row < end:
         l = row + step

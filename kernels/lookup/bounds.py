@@ -71,7 +71,7 @@ def check_ids_ref(
     fatal: bool = True,
 ) -> None:
     """Lower guard[0] to the first bad id's position and guard[1] to the first bad offset's; `step_guard` as below."""
-    fallen = torch.cat([offsets[:1] != 0, offsets[1:] < offsets[:-1]])
+    fallen = torch.cat([offsets[:1] != 0, offsets[1:] < offsets[:-1]])  # [F*B + 1]
     ids = indices.shape[0]
     fallen[-1] |= offsets[-1] > ids if padded else offsets[-1] != ids
     guard[1] = torch.minimum(guard[1], first_true(fallen))

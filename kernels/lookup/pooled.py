@@ -59,9 +59,9 @@ def pooled_lookup_ref(
         table = table_rows(weights, int(features[f, BASE]), rows, dim)
         bags = offsets[f * batch : (f + 1) * batch + 1].long()
         ids = indices[bags[0] : bags[-1]].long()
-        bag = torch.repeat_interleave(torch.arange(batch, device=ids.device), bags.diff())
+        bag = torch.repeat_interleave(torch.arange(batch, device=ids.device), bags.diff())  # [N_f]
         valid = (ids >= 0) & (ids < rows)
-        picked = table[ids[valid]].float()
+        picked = table[ids[valid]].float()  # [valid ids, D]
         if per_id_weights is not None:
             picked = picked * per_id_weights[bags[0] : bags[-1]][valid].float()[:, None]
         pooled = torch.zeros(batch, dim, device=ids.device).index_add_(0, bag[valid], picked)
@@ -127,7 +127,7 @@ def _pooled_lookup_kernel(  # type: ignore[no-untyped-def]
     column = tl.multiple_of(tl.load(feature + COLUMN), OUT_ALIGN)
     table = W + tl.multiple_of(tl.load(feature + BASE), ALIGN)
     b = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
-    in_batch = b < B
+    in_batch = b < B  # [BLOCK_B]
     begin = tl.load(O + f * B + b, mask=in_batch, other=0).to(tl.int64)
     end = tl.load(O + f * B + b + 1, mask=in_batch, other=0).to(tl.int64)
     # offsets out of order raise through the guard; here they only must not be followed outside I
@@ -143,7 +143,7 @@ def _pooled_lookup_kernel(  # type: ignore[no-untyped-def]
         p1 = begin + i + 1
         p2 = begin + i + 2
         p3 = begin + i + 3
-        r0 = _row_ids(I, p0, i < length)
+        r0 = _row_ids(I, p0, i < length)  # [BLOCK_B] row ids
         r1 = _row_ids(I, p1, i + 1 < length)
         r2 = _row_ids(I, p2, i + 2 < length)
         r3 = _row_ids(I, p3, i + 3 < length)
@@ -152,7 +152,7 @@ def _pooled_lookup_kernel(  # type: ignore[no-untyped-def]
         m1 = (r1 >= 0) & (r1 < rows)
         m2 = (r2 >= 0) & (r2 < rows)
         m3 = (r3 >= 0) & (r3 < rows)
-        v0 = _rows(table, r0, D, d, m0, in_row)
+        v0 = _rows(table, r0, D, d, m0, in_row)  # [BLOCK_B, BLOCK_D]
         v1 = _rows(table, r1, D, d, m1, in_row)
         v2 = _rows(table, r2, D, d, m2, in_row)
         v3 = _rows(table, r3, D, d, m3, in_row)

@@ -76,9 +76,9 @@ def _resolve_kernel(  # type: ignore[no-untyped-def]
 ):
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = (position < N) & (position < tl.load(O + tl.cast(F, tl.int64) * B))
-    row = tl.load(I + position, mask=live, other=-1).to(tl.int64)
+    row = tl.load(I + position, mask=live, other=-1).to(tl.int64)  # [BLOCK_N]
     feature = FT + feature_of_position(O, position, F, B, STEPS).to(tl.int64) * FIELDS
-    valid = live & (row >= 0) & (row < tl.load(feature + ROWS, mask=live, other=0))
+    valid = live & (row >= 0) & (row < tl.load(feature + ROWS, mask=live, other=0))  # [BLOCK_N]
     begin = tl.load(feature + BASE, mask=valid, other=0) + row * D
     tl.store(at + position, tl.where(valid, begin // ALIGN, -1), mask=position < N)
 

@@ -94,13 +94,13 @@ def _weight_gradient_kernel(  # type: ignore[no-untyped-def]
     column = tl.multiple_of(tl.load(feature + COLUMN), G_ALIGN)
     table = W + tl.multiple_of(tl.load(feature + BASE), ALIGN)
     b = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
-    in_batch = b < B
+    in_batch = b < B  # [BLOCK_B]
     begin = tl.load(O + f * B + b, mask=in_batch, other=0).to(tl.int64)
     end = tl.load(O + f * B + b + 1, mask=in_batch, other=0).to(tl.int64)
     # offsets out of order raise through the guard; here they only must not be followed outside I
     length = tl.maximum(tl.minimum(end, N) - tl.maximum(begin, 0), 0).to(tl.int32)
     begin = tl.maximum(begin, 0)
-    upstream = G + (b * multiple(g_stride, G_ALIGN))[:, None] + column
+    upstream = G + (b * multiple(g_stride, G_ALIGN))[:, None] + column  # [BLOCK_B, 1]
     for i in range(0, tl.max(length, 0), 2):
         live0 = i < length
         live1 = i + 1 < length

@@ -75,9 +75,9 @@ def quantized_pooled_lookup_ref(
     for f, dim in enumerate(dims):
         bags = offsets[f * batch : (f + 1) * batch + 1].long()
         ids = indices[bags[0] : bags[-1]].long()
-        bag = torch.repeat_interleave(torch.arange(batch, device=ids.device), bags.diff())
+        bag = torch.repeat_interleave(torch.arange(batch, device=ids.device), bags.diff())  # [N_f]
         valid = (ids >= 0) & (ids < features[f, ROWS])
-        picked = table_values(payload, scales, ids[valid], features[f], dim, format)
+        picked = table_values(payload, scales, ids[valid], features[f], dim, format)  # [valid ids, D]
         if per_id_weights is not None:
             picked = picked * per_id_weights[bags[0] : bags[-1]][valid].float()[:, None]
         pooled = torch.zeros(batch, dim, device=ids.device).index_add_(0, bag[valid], picked)
@@ -157,7 +157,7 @@ def _quantized_pooled_lookup_kernel(  # type: ignore[no-untyped-def]
     table = Q + multiple(tl.load(feature + BASE) // UNIT, ALIGN)
     scales = tl.load(feature + FIRST_ROW)
     b = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
-    in_batch = b < B
+    in_batch = b < B  # [BLOCK_B]
     begin = tl.load(O + f * B + b, mask=in_batch, other=0).to(tl.int64)
     end = tl.load(O + f * B + b + 1, mask=in_batch, other=0).to(tl.int64)
     # offsets out of order raise through the guard; here they only must not be followed outside I
@@ -180,11 +180,11 @@ def _quantized_pooled_lookup_kernel(  # type: ignore[no-untyped-def]
         r1, m1 = _ids(I, p1, i + 1 < length, rows)
         r2, m2 = _ids(I, p2, i + 2 < length, rows)
         r3, m3 = _ids(I, p3, i + 3 < length, rows)
-        q0 = _payload(table, r0, units, u, m0, in_row)
+        q0 = _payload(table, r0, units, u, m0, in_row)  # [BLOCK_B, BLOCK_U] bytes
         q1 = _payload(table, r1, units, u, m1, in_row)
         q2 = _payload(table, r2, units, u, m2, in_row)
         q3 = _payload(table, r3, units, u, m3, in_row)
-        s0, b0 = row_scales(S, scales + r0, m0, PARTS)
+        s0, b0 = row_scales(S, scales + r0, m0, PARTS)  # scales and biases [BLOCK_B]
         s1, b1 = row_scales(S, scales + r1, m1, PARTS)
         s2, b2 = row_scales(S, scales + r2, m2, PARTS)
         s3, b3 = row_scales(S, scales + r3, m3, PARTS)

@@ -115,7 +115,7 @@ def _gather_values_kernel(  # type: ignore[no-untyped-def]
     valid = begin >= 0
     u = tl.program_id(1) * BLOCK_U + tl.arange(0, BLOCK_U)
     mask = valid[:, None] & (u < multiple(units, ALIGN))[None, :]
-    q = tl.load(Q + (begin * ALIGN)[:, None] + u[None, :], mask=mask, other=0)
+    q = tl.load(Q + (begin * ALIGN)[:, None] + u[None, :], mask=mask, other=0)  # [BLOCK_N, BLOCK_U] bytes
     scale, bias = row_scales(S, tl.load(at + N + position, mask=valid, other=0), valid, PARTS)
     y0 = row_values(q, scale, bias, 0, BITS, PARTS)
     if PER == 4:

@@ -233,15 +233,15 @@ def _mark_kernel(  # type: ignore[no-untyped-def]
     valid = key < end_row
     _store_gradients(source, scale, position, i, valid, from_source, from_scale, HAS_SCALE)
     # of a run that is no longer than a chunk the first id begins the only one
-    head = valid & (key != tl.load(keys + i - 1, mask=valid & (i > 0), other=-1))
+    head = valid & (key != tl.load(keys + i - 1, mask=valid & (i > 0), other=-1))  # [BLOCK]
     longer = key == tl.load(keys + i + CHUNK, mask=valid & (i + CHUNK < N), other=-1)
     longer |= key == tl.load(keys + i - CHUNK, mask=valid & (i >= CHUNK), other=-1)
     # three sums at once, each of which may be all of a block
     BITS: tl.constexpr = 10 if BLOCK < 1024 else 20
     WORD: tl.constexpr = tl.int32 if BLOCK < 1024 else tl.int64
     sums = tl.sum(valid.to(WORD) | (head.to(WORD) << BITS) | (longer.to(WORD) << (2 * BITS)), 0)
-    heads = (sums >> BITS) & ((1 << BITS) - 1)
-    bits = head.to(tl.int32)
+    heads = (sums >> BITS) & ((1 << BITS) - 1)  # of level 0
+    bits = head.to(tl.int32)  # two for each level: head, and live
     counts += block
     tl.store(counts + (2 * LEVELS - 1) * stride, sums & ((1 << BITS) - 1))
     if (sums >> (2 * BITS)) == 0:
@@ -320,7 +320,7 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
             head = ((bits >> (2 * k)) & 1) != 0
             # heads, and those of them that are one of several of their row: two sums at once
             word = ((bits >> (2 * k)) & 1) | (((bits >> (2 * k + 1)) & 1) << 16)
-            earlier = tl.cumsum(word, 0) - word
+            earlier = tl.cumsum(word, 0) - word  # [BLOCK]
             c = tl.load(before) + (earlier & 0xFFFF)
             slot = c * 0 - 1
             following = slot
