@@ -64,7 +64,7 @@ STAGES: Mapping[str, Sequence[tuple[Any, str]]] = {
     "check ids": ((collection, "check_batch"),),
     "pick": ((collection, "route"),),
     "exchange headers": ((collection, "send_header"), (consensus, "PendingHeader.receive")),
-    "exchange ids": ((collection, "pack_ids"), (exchange, "Exchange.ids")),
+    "exchange ids": ((collection, "pack_ids"), (exchange, "Exchange.all_to_all")),
     "arrange": ((collection, "unpack_ids"),),
     "look up": ((table_group, "TableGroup.look_up"),),
     "exchange rows": ((exchange, "Exchange.rows"), (exchange, "Pending.wait")),

@@ -362,7 +362,8 @@ def bandwidths(ranks: Ranks) -> dict[str, Any]:
     """Times of an exchange of so many numbers a rank, and bytes a second that leave a rank."""
     exchange = Exchange(ranks.group)
     header = torch.zeros(ranks.world, 16, dtype=torch.int64, device=ranks.device)
-    found: dict[str, Any] = {"header": {"us": _times(ranks, lambda: exchange.headers(header).wait())}}
+    us = _times(ranks, lambda: exchange.all_to_all(header, what="headers").wait())
+    found: dict[str, Any] = {"header": {"us": us}}
     for numbers in ranks.sizes.sent:
         each = max(1, numbers // ranks.world)
         sizes, sent = [each] * ranks.world, torch.ones(each * ranks.world, device=ranks.device)

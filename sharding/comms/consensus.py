@@ -222,7 +222,8 @@ def send_header(
     """Send row d of `numbers` [W][up to H] to rank d, or that this rank cannot go on; waits for nobody.
 
     Args:
-        shared: what ranks must share, see `shared_by_ranks`.
+        shared: what ranks must share of a step: the fingerprint of their plan; 0 without a backward, 2 with one that
+            trains tables, 1 with another; whether gradients of per-id weights are wanted.
         width: H, the same on all ranks; the length of the rows unless given.
     """
     failure = numbers if isinstance(numbers, Exception) else None
@@ -233,16 +234,8 @@ def send_header(
     if device.type == "cuda":
         # nothing waits for what leaves from pinned memory
         packed = packed.pin_memory()
-    pending = exchange.headers(packed.to(device, non_blocking=True))
+    pending = exchange.all_to_all(packed.to(device, non_blocking=True), what="headers")
     return PendingHeader(exchange, device, pending, front[:_SHARED], failure, errors)
-
-
-def shared_by_ranks(fingerprint: int, *, update: bool, trains: bool, weight_gradients: bool) -> list[int]:
-    """What ranks must share of a step: their plan, whether a backward comes, and trains tables, and weights.
-
-    0 without a backward, 2 with one that trains tables, 1 with another.
-    """
-    return [fingerprint, update + (update and trains), int(weight_gradients)]
 
 
 def raise_differences(rows: Sequence[Sequence[int]], shared: Sequence[int]) -> NoReturn:

@@ -84,19 +84,33 @@ class Exchange:
         self.calls = self.sent = 0
         self.buffers = Buffers()
 
-    def headers(self, mine: Tensor) -> Pending:
-        """Row d of `mine` [W, H] int64 goes to rank d; row r of what comes, [W, H] too, is from rank r."""
-        return self._all_to_all(mine, None, None, "headers")
+    def all_to_all(
+        self, send: Tensor, send_sizes: list[int] | None = None, sizes: list[int] | None = None, *, what: str
+    ) -> Pending:
+        """Send `send_sizes[d]` rows of the tensor to each rank d; `sizes[r]` come from rank r.
+
+        Without sizes all ranks get equally many. `what` they are is said where a rank fails to come.
+        """
+        if self.alone:
+            return Pending(send)
+        self.calls += 1
+        # asked here, as it costs every step
+        if self.watch is not None and self.watch.is_closed:
+            self.watch.require_open()
+        self.sent += send.numel() * send.element_size()
+        size = send.shape[0] if sizes is None else sum(sizes)
+        rows = send.dtype is torch.float32
+        received = self.buffers.take(size, send.device) if rows else send.new_empty(size, *send.shape[1:])
+        alias = BufferAlias(received, send)
+        into, out_of = alias.aliases
+        work = dist.all_to_all_single(into, out_of, sizes, send_sizes, group=self._pg, async_op=True)
+        return Pending(received, work, alias, watch=self.watch, what=what + self.label)
 
     def gather(self, mine: Sequence[int], device: torch.device) -> list[list[int]]:
         """As many numbers of every rank as `mine` has, rank after rank. Waits, which is a host sync on CUDA."""
         rows = torch.tensor([list(mine)] * self.world_size, dtype=torch.int64, device="cpu")
-        numbers: list[list[int]] = self.headers(rows.to(device)).wait().tolist()
+        numbers: list[list[int]] = self.all_to_all(rows.to(device), what="headers").wait().tolist()
         return numbers
-
-    def ids(self, send: Tensor, send_sizes: Sequence[int], sizes: Sequence[int]) -> Pending:
-        """Send `send_sizes[d]` numbers of the flat int32 tensor to each rank d; `sizes[r]` come from rank r."""
-        return self._all_to_all(send, list(send_sizes), list(sizes), "ids")
 
     def rows(
         self,
@@ -114,7 +128,7 @@ class Exchange:
         [1] on their device, every rank is told it, and `flags` of the result has those of all: 0 says that all is well.
         """
         if codec is None and flag is None:
-            return self._all_to_all(send, list(send_sizes), list(sizes), what)
+            return self.all_to_all(send, list(send_sizes), list(sizes), what=what)
         if self.alone:
             # host sync on CUDA: what others would wait for
             return Pending(send, flags=[] if flag is None else flag.tolist())
@@ -125,7 +139,7 @@ class Exchange:
             said = flag.view(torch.uint8)
             data = torch.cat([part for block in torch.split(data, data_sizes) for part in (block, said)])
             data_sizes, came = [size + 4 for size in data_sizes], [size + 4 for size in came]
-        pending = self._all_to_all(data, data_sizes, came, what)
+        pending = self.all_to_all(data, data_sizes, came, what=what)
         pending.decoding = _Decoding(coding, list(sizes), came, flag is not None)
         return pending
 
@@ -139,11 +153,11 @@ class Exchange:
 
         Without sizes all are equal. What no gradient belongs to: ids, lengths, counts.
         """
-        return self._all_to_all(
+        return self.all_to_all(
             send,
             None if send_sizes is None else list(send_sizes),
             None if sizes is None else list(sizes),
-            "numbers",
+            what="numbers",
         )
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -195,22 +209,6 @@ class Exchange:
     def _require_open(self) -> None:
         if self.watch is not None:
             self.watch.require_open()
-
-    def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None, what: str) -> Pending:
-        if self.alone:
-            return Pending(send)
-        self.calls += 1
-        # asked here, as it costs every step
-        if self.watch is not None and self.watch.is_closed:
-            self.watch.require_open()
-        self.sent += send.numel() * send.element_size()
-        size = send.shape[0] if sizes is None else sum(sizes)
-        rows = send.dtype is torch.float32
-        received = self.buffers.take(size, send.device) if rows else send.new_empty(size, *send.shape[1:])
-        alias = BufferAlias(received, send)
-        into, out_of = alias.aliases
-        work = dist.all_to_all_single(into, out_of, sizes, send_sizes, group=self._pg, async_op=True)
-        return Pending(received, work, alias, watch=self.watch, what=what + self.label)
 
 
 def hang_up(group: dist.ProcessGroup) -> None:

@@ -30,7 +30,7 @@ from ...planner.layout import Shard, TableOptions, validate
 from ..comms.agreement import Facts, agree, facts_of, facts_of_shards
 from ..comms.async_collective import get_gradient_division
 from ..comms.awaitable import LazyAwaitable
-from ..comms.consensus import send_header, shared_by_ranks
+from ..comms.consensus import send_header
 from ..comms.env import ShardingEnv
 from ..comms.exchange import Exchange
 from ..comms.host_exchange import HostExchange
@@ -358,11 +358,9 @@ class ShardedCollection(nn.Module, ShardedModule):
             # a table that is frozen on one rank alone would leave the others waiting for its part
             number = (number + self._held.frozen_tables()) % 2**63
         weights = step.sent_weights
-        shared = shared_by_ranks(
-            number, update=update, trains=self.training,
-            weight_gradients=weights is not None and weights.requires_grad,
-        )  # fmt: skip
-        step.header = send_header(self._exchange, self.device, sizes, shared=shared, width=self._header_width)
+        # what ranks must agree on: the plan, the kind of backward that comes, and whether weights have gradients in it
+        shared = [number, update + (update and self.training), int(weights is not None and weights.requires_grad)]
+        step.header = send_header(self._exchange, self._held.device, sizes, shared=shared, width=self._header_width)
         return step
 
     def _sending_of(self, keys: tuple[str, ...], update: bool) -> Sending:
@@ -377,8 +375,7 @@ class ShardedCollection(nn.Module, ShardedModule):
         # where this rank's batch is bad every rank raises here
         unpack_sizes(step, step.header.receive())
         if not self._exchange.alone:
-            sizes = step.receiving.sizes(step.batches, step.ids_from)
-            step.ids = self._exchange.ids(*pack_ids(step), sizes)
+            step.ids = self._exchange.all_to_all(*pack_ids(step), step.id_sizes, what="ids")
         step.phase = IDS_SENT
 
     def receive_ids(self, step: Step) -> None:

@@ -69,6 +69,7 @@ class Step:
     ids_from: list[int] = field(init=False)  # [W] ids
     returned_from: list[int] = field(init=False)  # [W] those whose results go back
     ids_by_group: Sequence[Sequence[int]] = field(init=False)  # [G][W] ids of each group
+    id_sizes: list[int] = field(init=False)  # [W] int32 numbers of their messages
     # ids on their way; None for a rank that is alone
     ids: Pending | None = None
 

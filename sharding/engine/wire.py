@@ -61,10 +61,8 @@ class Receiving:
         self.slot_streams = torch.tensor(slots, dtype=torch.int64, device="cpu").to(device)
         self.scaled, self.id_dtype = routes.scaled, routes.id_dtype
 
-    def sizes(self, batches: Sequence[int], ids_from: Sequence[int]) -> list[int]:
-        """[W] int32 numbers of the block from each rank, which has so many samples and ids."""
-        per_id = self.id_dtype.itemsize // 4 + self.scaled
-        return list(map(add, map(per_id.__mul__, ids_from), map(self.streams.__mul__, batches)))
+        # int32 numbers that travel for an id: itself and, where those do, its factor
+        self.per_id = self.id_dtype.itemsize // 4 + self.scaled
 
 
 def pack_sizes(step: Step) -> list[list[int]]:
@@ -93,6 +91,9 @@ def unpack_sizes(step: Step, sizes: Sequence[Sequence[int]]) -> None:
         list(returned),
         groups,
     )
+    # int32 numbers that come from each: ids, their weights where those travel, and lengths
+    receiving = step.receiving
+    step.id_sizes = list(map(add, map(receiving.per_id.__mul__, ids), map(receiving.streams.__mul__, batches)))
 
 
 def pack_ids(step: Step) -> tuple[Tensor, list[int]]:

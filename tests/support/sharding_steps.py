@@ -93,7 +93,7 @@ def handed_over(steps: Sequence[Step], receiving: Receiving, rank: int, blocks: 
     unpack_sizes(step, [[*of_rank, *[0] * (groups - len(of_rank))] for of_rank in sizes])
     blocks = [blocks_of(one)[rank] for one in steps] if blocks is None else blocks
     # what is expected is what was sent
-    assert [block.shape[0] for block in blocks] == receiving.sizes(step.batches, step.ids_from)
+    assert [block.shape[0] for block in blocks] == step.id_sizes
     assert all(block.dtype == torch.int32 for block in blocks)
     own = steps[rank]
     step.sent_ids, step.sent_lengths, step.sent_weights = own.sent_ids, own.sent_lengths, own.sent_weights

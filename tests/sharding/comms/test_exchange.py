@@ -19,7 +19,7 @@ from shardwise import KeyedJaggedTensor
 from shardwise.embeddings import OptimizerSpec
 from shardwise.planner import layout
 from shardwise.planner.layout import Shard
-from shardwise.sharding.comms.consensus import STEP_ERRORS, send_header, shared_by_ranks
+from shardwise.sharding.comms.consensus import STEP_ERRORS, send_header
 from shardwise.sharding.comms.exchange import (
     BufferAlias,
     Exchange,
@@ -47,7 +47,8 @@ def blocks_and_rows(seed: int) -> tuple[bool, float, float, int]:
 
     sizes_of = [sum(t.shape[0] for t in block(r, rank)) for r in range(world)]
     mine = [torch.cat(block(rank, r)) for r in range(world)]
-    received = torch.split(exchange.ids(torch.cat(mine), list(map(len, mine)), sizes_of).wait(), sizes_of)
+    pending = exchange.all_to_all(torch.cat(mine), list(map(len, mine)), sizes_of, what="ids")
+    received = torch.split(pending.wait(), sizes_of)
     same = all(torch.equal(torch.cat(block(r, rank)), received[r]) for r in range(world))
 
     generator = torch.Generator().manual_seed(seed * 10 + rank)
@@ -87,7 +88,8 @@ def lend_and_settle() -> list[int]:
 def leave_without_waiting() -> tuple[bool, int]:
     """Whether all is settled though one result was never asked for and another is kept, and what waits for it then."""
     exchange = Exchange(dist.group.WORLD)
-    asked, never = (exchange.headers(torch.zeros(exchange.world_size, 3, dtype=torch.int64)) for _ in range(2))
+    rows = torch.zeros(exchange.world_size, 3, dtype=torch.int64)
+    asked, never = (exchange.all_to_all(rows, what="headers") for _ in range(2))
     asked.wait()
     return BufferAlias.settle(), len(asked.wait()) + len(never.wait())
 
@@ -118,7 +120,8 @@ def test_a_process_does_not_exit_while_the_backend_holds_a_tensor_of_its_last_co
     assert mine.tolist() == [0, 1, 2, 3]
 
 
-SHARED: dict[str, Any] = {"fingerprint": 2**62 + 5, "update": True, "trains": True, "weight_gradients": False}
+# the fingerprint of a plan, a backward that trains tables, no gradients of weights
+SHARED = (2**62 + 5, 2, 0)
 
 
 class Heard(Exchange):
@@ -128,7 +131,7 @@ class Heard(Exchange):
         super().__init__(None)
         self._rows, self._message, self.world_size, self.alone = rows, message, len(rows), False
 
-    def headers(self, mine: Tensor) -> Pending:
+    def all_to_all(self, *args: Any, **kwargs: Any) -> Pending:
         return Pending(torch.tensor(self._rows))
 
     def value(self, mine: bytes, rank: int, device: torch.device | None = None) -> bytes:
@@ -136,12 +139,12 @@ class Heard(Exchange):
         return self._message
 
 
-def row_of(*numbers: int, status: int = 0, **changed: Any) -> list[int]:
-    return [*shared_by_ranks(**{**SHARED, **changed}), status, *numbers]
+def row_of(*numbers: int, status: int = 0, shared: tuple[int, ...] = SHARED) -> list[int]:
+    return [*shared, status, *numbers]
 
 
 def received(exchange: Exchange, numbers: Any) -> list[list[int]]:
-    return send_header(exchange, CPU, numbers, shared=shared_by_ranks(**SHARED)).receive()
+    return send_header(exchange, CPU, numbers, shared=SHARED).receive()
 
 
 def test_a_header_brings_each_rank_its_numbers() -> None:
@@ -161,17 +164,17 @@ def test_rows_for_ranks_with_fewer_groups_are_filled_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "what"),
+    ("shared", "what"),
     [
-        ({"fingerprint": 6}, "plans, table configs or order of lookups"),
-        ({"update": False}, "whether gradients are enabled"),
-        ({"trains": False}, r"whether their module is in train\(\) or eval\(\)"),
-        ({"weight_gradients": True}, "whether per-id weights have gradients"),
+        ((6, 2, 0), "plans, table configs or order of lookups"),
+        ((SHARED[0], 0, 0), "whether gradients are enabled"),
+        ((SHARED[0], 1, 0), r"whether their module is in train\(\) or eval\(\)"),
+        ((SHARED[0], 2, 1), "whether per-id weights have gradients"),
     ],
 )
-def test_ranks_that_differ_are_named(changed: dict[str, Any], what: str) -> None:
+def test_ranks_that_differ_are_named(shared: tuple[int, ...], what: str) -> None:
     with pytest.raises(RuntimeError, match=rf"^ranks \[1\] differ from this one in .*{what}"):
-        received(Heard([row_of(0), row_of(0, **changed)]), [[0]] * 2)
+        received(Heard([row_of(0), row_of(0, shared=shared)]), [[0]] * 2)
 
 
 @settings(deadline=None)

@@ -41,7 +41,7 @@ from shardwise.sharding.engine.route import Sending
 from shardwise.sharding.engine.routes import Routes, Table, plan_routes
 from shardwise.sharding.engine.step import Step
 from shardwise.sharding.engine.traffic import Traffic, predicted_bytes
-from shardwise.sharding.engine.wire import PooledWire, Receiving
+from shardwise.sharding.engine.wire import PooledWire, Receiving, unpack_sizes
 from shardwise.sharding.modules import generators
 from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection
 from shardwise.sharding.plan.plan import shards_of
@@ -190,9 +190,10 @@ def test_what_a_rank_expects_of_another_is_what_that_sends(world: int) -> None:
             for slot in group.slots
         }
         assert len(shards) == receiving.streams
-        expected = receiving.sizes(found.batches, [step.ids_to[rank] for step in found.sent])
+        expected = Step(True, receiving)
+        unpack_sizes(expected, [[step.batch, step.ids_to[rank], 0] for step in found.sent])
         for source, step in enumerate(found.sent):
-            assert found.blocks[source][rank].shape[0] == expected[source]
+            assert found.blocks[source][rank].shape[0] == expected.id_sizes[source]
             # those of some, counted anew
             if step.batch and source % (world // 4) == 0:
                 assert step.ids_to[rank] == sum(
@@ -302,27 +303,14 @@ class Recorded(Exchange):
         self._meeting, self.world_size, self.rank = meeting, len(meeting.ranks), meeting.ranks.index(rank)
         self.alone = self.world_size == 1
 
-    def headers(self, mine: Tensor) -> Pending:
-        self.log.append(f"headers among {self.world_size}")
-        return super().headers(mine)
-
-    def ids(self, *args: Any, **kwargs: Any) -> Pending:
-        self.log.append(f"ids among {self.world_size}")
-        return super().ids(*args, **kwargs)
-
-    def rows(self, *args: Any, **kwargs: Any) -> Pending:
-        self.log.append(f"rows among {self.world_size}")
-        return super().rows(*args, **kwargs)
-
-    def rows_transpose(self, *args: Any, **kwargs: Any) -> Pending:
-        self.log.append("transposed")
-        return super().rows_transpose(*args, **kwargs)
-
     def broadcast(self, tensor: Tensor) -> None:
         self.log.append(f"broadcast of {list(tensor.shape)}")
         tensor.copy_(self._meeting.exchange(self.rank, tensor.clone())[0])
 
-    def _all_to_all(self, send: Tensor, send_sizes: list[int] | None, sizes: list[int] | None, what: str) -> Pending:
+    def all_to_all(
+        self, send: Tensor, send_sizes: list[int] | None = None, sizes: list[int] | None = None, *, what: str
+    ) -> Pending:
+        self.log.append(f"{what} among {self.world_size}")
         self.calls += 1
         self.sent += send.numel() * send.element_size()
         even = [send.shape[0] // self.world_size] * self.world_size
@@ -403,9 +391,9 @@ def test_64_ranks_in_step_call_the_same_collectives_and_find_what_one_process_do
         raise error
     found = [step.result() for step in steps]
     step = ["headers among 64", "ids among 64", "rows among 8", "rows among 64"]
-    back = ["transposed", "rows among 64", "transposed", "rows among 8"]
+    back = ["row gradients among 64", "row gradients among 8"]
     for one in found:
-        assert one.log[-16:] == (step + back) * 2
+        assert one.log[-12:] == (step + back) * 2
         assert one.log == found[0].log
     assert sum(one.sent for one in found) == pytest.approx(sum(one.predicted for one in found))
     whole = small()

@@ -39,13 +39,15 @@ class Log:
         self.events: list[tuple[str, int, str]] = []
         self._numbers: dict[str, int] = {}
 
-    def exchange(self, what: str, launch: Any) -> Any:
-        """`launch`, which is logged, as is the first wait for what it returns."""
+    def exchange(self, launch: Any) -> Any:
+        """`launch`, which is logged for headers and ids, as is the first wait for what it returns."""
 
-        def launched(*args: Any, **kwargs: Any) -> Pending:
+        def launched(*args: Any, what: str) -> Pending:
+            if what not in ("headers", "ids"):
+                return launch(*args, what=what)  # type: ignore[no-any-return]
             number = self._numbers[what] = self._numbers.get(what, -1) + 1
             self.events.append((what, number, "launched"))
-            pending: Any = launch(*args, **kwargs)
+            pending: Any = launch(*args, what=what)
             wait, waited = pending.wait, iter([True])
 
             def awaited() -> Any:
@@ -73,7 +75,7 @@ def logged(kind: str, steps: int) -> Log:
     model: Any = sharded("p")
     log = Log()
     exchange = model.module.pooled._exchange
-    exchange.headers, exchange.ids = log.exchange("headers", exchange.headers), log.exchange("ids", exchange.ids)
+    exchange.all_to_all = log.exchange(exchange.all_to_all)
     forwards = iter(range(steps))
 
     def forward(batch: Any) -> Any:
