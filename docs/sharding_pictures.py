@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/sharding.md from layouts: `python docs/sharding_pictures.py [folder]`.
+"""Draws the pictures of docs/sharding.md and docs/engine.md: `python docs/sharding_pictures.py [folder]`.
 
 A picture shows a table as rows and columns, cut as a strategy cuts it, and beside it what each rank of two hosts holds.
 A colour is a rank, or white where every rank holds the same. All measures are pixels.
@@ -13,6 +13,9 @@ from pathlib import Path
 
 from shardwise.planner import layout
 from shardwise.planner.layout import Shard, Span
+from shardwise.sharding import ShardedEmbeddingBagCollection
+from shardwise.sharding.engine import step as phases_of_step
+from shardwise.sharding.engine.collection import ExchangedLookup, ShardedCollection
 
 ROWS, DIM, LOCAL_SIZE, WORLD_SIZE = 7, 8, 2, 4
 HOSTS = [list(layout.ranks_of(host, LOCAL_SIZE)) for host in range(WORLD_SIZE // LOCAL_SIZE)]
@@ -172,11 +175,46 @@ def hierarchical() -> str:
     )
 
 
+def engine() -> str:
+    """A step over ranks and time: what a rank does, by the engine's own names, and the messages between two ranks."""
+    calls = [
+        (ShardedCollection.start, "route, check"),
+        (ShardedCollection.send_ids, "sizes are known"),
+        (ShardedCollection.receive_ids, "ids in order"),
+        (ShardedCollection.look_up, "kernel"),
+        (ShardedEmbeddingBagCollection.finish, "assemble"),
+        (ExchangedLookup.backward, "fused update"),
+    ]
+    # a step has each phase from the call of this number on
+    phases = {"STARTED": 0, "IDS_SENT": 1, "IDS_RECEIVED": 2, "LOOKED_UP": 3}
+    assert [name for name in vars(phases_of_step) if name in phases] == list(phases)
+    messages = ["headers", "ids", "rows", "row gradients"]
+    wide, high, pitch, top = 116, 44, 152, 62
+    lanes = top, top + 120
+    ends = [LEFT + pitch * n for n in range(len(calls) + 1)]
+    shapes = [text(LEFT - 12, y + 27, f"rank {rank}", "r") for rank, y in enumerate(lanes)]
+    for name, n in phases.items():
+        shapes.append(text(ends[n] + wide / 2, top - 28, name, "b"))
+        shapes.append(f'<path class="h" d="M{ends[n] - 14:g} {top - 40:g}V{lanes[1] + high + 14:g}"/>')
+    for n, (call, what) in enumerate(calls):
+        for rank, y in enumerate(lanes):
+            shapes.append(rect(ends[n], y, wide, high, COLOURS[rank]))
+            shapes.append(text(ends[n] + wide / 2, y + 18, call.__name__))
+            shapes.append(text(ends[n] + wide / 2, y + 35, what, "s"))
+    # sent at the end of a call, and taken by the one after it; gradients stay within the backward
+    for n, name in zip((0, 1, 3, 5), messages, strict=True):
+        x, to = ends[n] + wide, ends[n] + pitch
+        shapes += [_arrow(x, lanes[0] + high, to, lanes[1]), text((x + to) / 2, lanes[0] + high + 42, name, "s")]
+        shapes.append(f'<path d="M{x:g} {lanes[1]:g}L{to:g} {lanes[0] + high:g}m-5 7l5 -7l5 7"/>')
+    return svg("A step over two ranks and time", ends[-1] + MARGIN, lanes[1] + high + 30, shapes)
+
+
 def _arrow(x: float, y: float, to_x: float, to_y: float) -> str:
     return f'<path d="M{x:g} {y:g}L{to_x:g} {to_y:g}m-5 -7l5 7l5 -7"/>'
 
 
 PICTURES: dict[str, Callable[[], str]] = {
+    "engine_step.svg": engine,
     **{f"sharding_{name}.svg": partial(draw, *what) for name, what in STRATEGIES.items()},
     "sharding_step.svg": step,
     "sharding_hierarchical.svg": hierarchical,

@@ -165,6 +165,8 @@ class ShardedCollection(nn.Module, ShardedModule):
         self._children_name = module._children_name
         self._weighted = bool(getattr(module, "is_weighted", bool)())
         self._policy = module._policy
+        # whether a gradient that is not finite is looked for
+        self.checks_gradients = self._policy.gradient_check is not GradientCheckMode.IGNORE
         self._names_by_table = module._names_by_table
         self._env, self._exchange = env, Exchange(env.require_group())
         # TorchRec's default: with DDP's mean over ranks, tables and dense layers then see the same loss. False of one
@@ -192,7 +194,8 @@ class ShardedCollection(nn.Module, ShardedModule):
         self.routed_ahead: deque[Step] = deque()
         self.add_module(self._children_name, held.children())
         self.train(module.training)
-        self._fused_optimizer = ShardedFusedOptimizer(self.shards, self.states, self._children_name)
+        # what this rank's tables run in their backward
+        self.fused_optimizer = ShardedFusedOptimizer(self.shards, self.states, self._children_name)
         self.register_state_dict_post_hook(publish_weights)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(take_weights)  # type: ignore[no-untyped-call]
 
@@ -228,7 +231,8 @@ class ShardedCollection(nn.Module, ShardedModule):
         self._forget()
 
     def _forget(self) -> None:
-        """Begin anew what is made of the routes for a device."""
+        """Begin anew what is made of the routes for a device, which is where this rank's tables are."""
+        self.device: torch.device = self._held.device
         self._receiving = [Receiving(self._routes, self._env.rank, update, self.device) for update in (False, True)]
         self._sending: dict[tuple[tuple[str, ...], bool], Sending] = {}
         self._anchor = torch.zeros(1, device=self.device, requires_grad=True)
@@ -244,24 +248,9 @@ class ShardedCollection(nn.Module, ShardedModule):
         reshard(self, shards, options, resplit=resplit)
 
     @property
-    def fused_optimizer(self) -> ShardedFusedOptimizer:
-        """The optimizer that this rank's tables run in their backward."""
-        return self._fused_optimizer
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tables are."""
-        return self._held.device
-
-    @property
     def divisor(self) -> int:
         """What gradients are divided by before they train."""
         return self._env.world_size if self.gradient_division and get_gradient_division() else 1
-
-    @property
-    def checks_gradients(self) -> bool:
-        """Whether a gradient that is not finite is looked for."""
-        return self._policy.gradient_check is not GradientCheckMode.IGNORE
 
     @property
     def collectives(self) -> int:
@@ -329,8 +318,8 @@ class ShardedCollection(nn.Module, ShardedModule):
                     require_full_batch(features, "a sharded collection")
                 features = step.padded = pad_strides(features)
             device = features.device()
-            if device != self._held.device:
-                raise ValueError(f"ids are on {device}, the tables on {self._held.device}")
+            if device != self.device:
+                raise ValueError(f"ids are on {device}, the tables on {self.device}")
             keys = tuple(features.keys())
             sending = self._sending.get((keys, update)) or self._sending_of(keys, update)
             weights = features.weights_or_none() if self._weighted else None
@@ -360,7 +349,7 @@ class ShardedCollection(nn.Module, ShardedModule):
         weights = step.sent_weights
         # what ranks must agree on: the plan, the kind of backward that comes, and whether weights have gradients in it
         shared = [number, update + (update and self.training), int(weights is not None and weights.requires_grad)]
-        step.header = send_header(self._exchange, self._held.device, sizes, shared=shared, width=self._header_width)
+        step.header = send_header(self._exchange, self.device, sizes, shared=shared, width=self._header_width)
         return step
 
     def _sending_of(self, keys: tuple[str, ...], update: bool) -> Sending:

@@ -76,7 +76,7 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
         # under its own name, in the place of the collection's
         del self._modules[self._children_name]
         self.register_parameter(_WEIGHT, self.parameter(_WEIGHT))
-        self._fused_optimizer = _WeightOptimizer(self.shards, self.states, "")
+        self.fused_optimizer = _WeightOptimizer(self.shards, self.states, "")
 
     def parameter_name(self, table: str) -> str:
         """ "weight"."""

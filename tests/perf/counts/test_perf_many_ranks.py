@@ -54,10 +54,6 @@ def test_a_step_among_many_ranks_counts_as_the_repository_says(case: Case) -> No
     assert not rose, "\n".join(map(str, rose))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="sizes are listed rank by rank: Columns.gradients, Owner._results and _gradients, Receiving.elements",
-)
 @pytest.mark.parametrize("tables", BY_TABLES)
 def test_python_calls_do_not_grow_with_ranks(tables: int) -> None:
     few, many = (calls for _, calls in (of_case(Case(world, tables)) for world in (64, 512)))
