@@ -1,6 +1,6 @@
 """One rank that trains random mixes of sharded tables and writes down the SHA-256 of every tensor that it leaves.
 
-A program of its own, which compare.py starts in two trees: it uses public names alone, which both have.
+A program of its own, which compare.py starts in two trees: its mixes are of public names, which both have.
 
     PYTHONPATH=TREE python worker.py --tree TREE --rank R --world W --store FILE --mixes N --out FILE
 """
@@ -39,6 +39,7 @@ from shardwise import (
     EmbeddingCollection,
     EmbeddingCollectionSharder,
     EmbeddingConfig,
+    GradientCheckMode,
     KeyedJaggedTensor,
     LarsSGD,
     LookupPolicy,
@@ -56,6 +57,8 @@ from shardwise import (
     get_qcomm_codecs_registry,
     in_backward_optimizer_filter,
 )
+from shardwise.kernels._op import HAS_TRITON
+from shardwise.perf.counts.launches import CUDA, Counted, use_fake_cuda
 from shardwise.sharding import (
     column_wise,
     data_parallel,
@@ -111,6 +114,9 @@ class Mix:
     Attributes:
         batches: samples of each of up to MOST_RANKS ranks.
         way: "plain", "accumulated" (two micro-batches a step) or "pipelined".
+        clipped: gradients are cut where they are large.
+        checked: a gradient that is not finite would raise.
+        on_cuda: by the path of CUDA, on tensors that say they are there, where triton is installed.
         local_size: ranks of a host, where that divides the ranks.
     """
 
@@ -126,6 +132,9 @@ class Mix:
     codecs: tuple[str, str] | None
     way: str
     local_size: int
+    clipped: bool
+    checked: bool
+    on_cuda: bool
 
     @property
     def features(self) -> list[str]:
@@ -147,6 +156,9 @@ class Mix:
             "dedup": self.dedup,
             f"codecs {'/'.join(self.codecs or ())}": self.codecs is not None,
             self.way: self.way != "plain",
+            "clipped": self.clipped,
+            "checked": self.checked,
+            "path of CUDA": self.on_cuda,
         }
         return ", ".join(["EBC" if self.pooled else "EC", *tables, *(word for word, on in flags.items() if on)])
 
@@ -180,6 +192,7 @@ def mix_of(seed: int) -> Mix:
         )
     # a feature with samples of its own keeps at least one
     sizes = [1, 2, 4, 5] if variable else rng.choice([[0, 1, 2, 5], [3], [4, 0]])
+    way = rng.choice(["plain", "plain", "accumulated", "pipelined"])
     return Mix(
         seed,
         pooled,
@@ -191,32 +204,41 @@ def mix_of(seed: int) -> Mix:
         variable=variable,
         dedup=not pooled and rng.random() < 0.5,
         codecs=(*CODECS, *[None] * len(CODECS))[seed % (2 * len(CODECS))],
-        way=rng.choice(["plain", "plain", "accumulated", "pipelined"]),
+        way=way,
         local_size=rng.choice([1, 2, 2, 2, 4]),
+        clipped=seed % 4 == 3,
+        checked=seed % 5 == 4,
+        # there a pipeline needs streams, and the ids of sums and of cut columns would have to be known
+        on_cuda=HAS_TRITON and way == "plain" and all(table.row_state != "table" for table in tables),
     )
 
 
 class Net(nn.Module):
     """A collection below one dense parameter; the loss is the distance of its rows from fixed numbers."""
 
-    def __init__(self, mix: Mix) -> None:
+    def __init__(self, mix: Mix, device: torch.device) -> None:
         super().__init__()
         torch.manual_seed(mix.seed)
-        self.tables = collection_of(mix)
-        self.scale = nn.Parameter(torch.ones(()))
+        self.tables = collection_of(mix, device)
+        # DistributedDataParallel takes no tensors that only say where they are
+        self.scale = nn.Parameter(torch.ones((), device=device), requires_grad=not mix.on_cuda)
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The loss; it again and what was looked up, in one row, without gradients."""
         output = self.tables(batch.sparse_features)
         parts = [jagged.values() for jagged in output.values()] if isinstance(output, dict) else [output.values()]
         rows = torch.cat([part.flatten() for part in parts])
-        loss = 0.5 * (self.scale * rows - torch.arange(len(rows)).sin()).square().sum()
+        target = torch.arange(len(rows)).sin().to(rows.device)
+        loss = 0.5 * (self.scale * rows - target).square().sum()
         return loss, (loss.detach(), rows.detach())
 
 
-def collection_of(mix: Mix) -> nn.Module:
+def collection_of(mix: Mix, device: torch.device) -> nn.Module:
     """The unsharded collection with its optimizers."""
-    policy = LookupPolicy(BoundsCheckMode.IGNORE if mix.outside else BoundsCheckMode.FATAL)
+    policy = LookupPolicy(
+        BoundsCheckMode.IGNORE if mix.outside else BoundsCheckMode.FATAL,
+        GradientCheckMode.RAISE if mix.checked else GradientCheckMode.IGNORE,
+    )
     configs: list[Any] = []
     for table in mix.tables:
         arguments = (table.rows, table.dim, table.name, DataType[table.dtype.upper()], list(table.features))
@@ -224,13 +246,14 @@ def collection_of(mix: Mix) -> nn.Module:
         configs.append(EmbeddingBagConfig(*arguments, pooling=pooling) if mix.pooled else EmbeddingConfig(*arguments))
     module: Any
     if mix.pooled:
-        module = EmbeddingBagCollection(configs, is_weighted=mix.weighted, policy=policy)
+        module = EmbeddingBagCollection(configs, is_weighted=mix.weighted, policy=policy, device=device)
     else:
-        module = EmbeddingCollection(configs, policy=policy)
+        module = EmbeddingCollection(configs, policy=policy, device=device)
     children = module.embedding_bags if mix.pooled else module.embeddings
     for table in mix.tables:
         rule, settings = OPTIMIZERS[table.optimizer]
-        apply_optimizer_in_backward(rule, children[table.name].parameters(), settings)
+        clipping = {"gradient_clipping": True, "max_gradient": 0.1} if mix.clipped else {}
+        apply_optimizer_in_backward(rule, children[table.name].parameters(), {**settings, **clipping})
     return module  # type: ignore[no-any-return]
 
 
@@ -260,10 +283,10 @@ def generator_of(table: TableMix, world: int, local: int) -> Any:
     return made[table.strategy]()
 
 
-def model_of(mix: Mix, world: int) -> DistributedModelParallel:
+def model_of(mix: Mix, world: int, device: torch.device) -> DistributedModelParallel:
     """The sharded model of this rank."""
     local = mix.local_size if world % mix.local_size == 0 else 1
-    net = Net(mix)
+    net = Net(mix, device)
     ways = {table.name: generator_of(table, world, local) for table in mix.tables}
     codecs = None
     if mix.codecs is not None:
@@ -274,10 +297,10 @@ def model_of(mix: Mix, world: int) -> DistributedModelParallel:
         sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs)
     else:
         sharder = EmbeddingCollectionSharder(qcomm_codecs_registry=codecs, use_index_dedup=mix.dedup)
-    plan = construct_module_sharding_plan(net.tables, ways, sharder, local, world, "cpu")
+    plan = construct_module_sharding_plan(net.tables, ways, sharder, local, world, device.type)
     assert dist.group.WORLD is not None
     env = ShardingEnv.from_process_group(dist.group.WORLD, local_world_size=local)
-    return DistributedModelParallel(net, env, device="cpu", plan=ShardingPlan({"tables": plan}), sharders=[sharder])
+    return DistributedModelParallel(net, env, device=device, plan=ShardingPlan({"tables": plan}), sharders=[sharder])
 
 
 def batch_of(mix: Mix, turn: int, rank: int, world: int, *, learned: bool) -> Batch:
@@ -311,8 +334,14 @@ def batch_of(mix: Mix, turn: int, rank: int, world: int, *, learned: bool) -> Ba
 
 def train(mix: Mix, rank: int, world: int, *, plant: bool = False) -> dict[str, str]:
     """SHA-256 by name, in the order in which they came: losses and outputs, then weights and states."""
-    model = model_of(mix, world)
-    dense = torch.optim.SGD(dict(in_backward_optimizer_filter(model.named_parameters())).values(), lr=0.01)
+    with use_fake_cuda(Counted()) if mix.on_cuda else nullcontext():
+        return _train(mix, rank, world, CUDA if mix.on_cuda else torch.device("cpu"), plant)
+
+
+def _train(mix: Mix, rank: int, world: int, device: torch.device, plant: bool) -> dict[str, str]:
+    model = model_of(mix, world, device)
+    trained = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense = torch.optim.SGD([param for param in trained.values() if param.requires_grad] or [torch.zeros(1)], lr=0.01)
     digests: dict[str, str] = {}
     for step, (loss, rows, gradient) in enumerate(_steps(mix, model, dense, rank, world)):
         if not loss.isfinite():
@@ -324,7 +353,7 @@ def train(mix: Mix, rank: int, world: int, *, plant: bool = False) -> dict[str, 
         if plant and step == 0:
             _flip_a_bit(model)
     with torch.no_grad():
-        _, (loss, rows) = model(batch_of(mix, STEPS, rank, world, learned=False))
+        _, (loss, rows) = model(batch_of(mix, STEPS, rank, world, learned=False).to(device))
     digests |= {"loss of evaluation": digest(loss), "output of evaluation": digest(rows)}
     for name, value in model.state_dict().items():
         digests |= {f"weight {name}{where}": digest(part) for where, part in _parts(value)}
@@ -349,8 +378,9 @@ def _steps(
     for turn in range(STEPS):
         waits = mix.way == "accumulated" and turn % 2 == 0
         batch = batch_of(mix, turn, rank, world, learned=mix.weighted)
+        given = batch.to(model.device)
         with accumulate(model) if waits else nullcontext():
-            loss, (value, rows) = model(batch)
+            loss, (value, rows) = model(given)
             loss.backward()
         if not waits:
             dense.step()

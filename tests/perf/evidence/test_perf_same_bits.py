@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.kernels._op import HAS_TRITON
 from shardwise.perf.evidence.report import ROOT
 from shardwise.perf.evidence.same_bits.compare import (
     MIXES,
@@ -36,7 +37,8 @@ def test_the_mixes_have_every_strategy_optimizer_codec_and_way() -> None:
     rowwise = [table for table in tables if "rowwise" in table.optimizer or table.optimizer == "lamb"]
     assert {table.row_state for table in rowwise if table.row_state} == {"shard", "table"}
     assert any(mix.weighted and any(table.mean for table in mix.tables) for mix in ALL)
-    assert any(mix.dedup for mix in ALL) and any(mix.outside for mix in ALL)
+    for what in ("dedup", "outside", "clipped", "checked", *(["on_cuda"] if HAS_TRITON else [])):
+        assert {getattr(mix, what) for mix in ALL} == {True, False}, what
     assert any(mix.empty_features for mix in ALL) and any(0 in mix.batches for mix in ALL)
     assert any(mix.local_size == 2 and table.strategy == "grid" for mix in ALL for table in mix.tables)
 
