@@ -143,12 +143,8 @@ def _placement(choice: Choice, starts: tuple[int, ...]) -> Placement:
     )
 
 
-def _where(placement: Placement | None) -> tuple[object, ...] | None:
-    return (
-        None
-        if placement is None
-        else (placement.sharding_type, placement.compute_kernel, placement.widths, placement.ranks)
-    )
+def _where(place: Placement | None) -> tuple[object, ...] | None:
+    return None if place is None else (place.sharding_type, place.compute_kernel, place.widths, place.ranks)
 
 
 def _ranks(planned: Planned) -> list[tuple[float, int, int]]:

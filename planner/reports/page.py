@@ -127,13 +127,9 @@ def _others(row: Row, ways: Sequence[Alternative], chosen: int) -> str:
     if not best:
         return "Nothing else is allowed."
     lines = [_line(row.choice, "", "this plan", ' class="now"')]
-    for alternative in best:
-        lacks = "" if alternative.fits else f"{size(alternative.over_bytes)} of {alternative.over_in.upper()} too much"
-        lines.append(
-            _line(
-                row.item.choices[alternative.number], f"{alternative.slower_ms:+.3f}" if alternative.fits else "", lacks
-            )
-        )
+    for other in best:
+        lacks = "" if other.fits else f"{size(other.over_bytes)} of {other.over_in.upper()} too much"
+        lines.append(_line(row.item.choices[other.number], f"{other.slower_ms:+.3f}" if other.fits else "", lacks))
     first = row.item.choices[best[0].number]
     return (
         f"<details><summary>Next best: {escape(f'{first.sharding_type}{cut(first)} {outcome(best[0])}')}</summary>"

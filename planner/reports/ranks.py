@@ -82,7 +82,7 @@ def by_table(planned: Planned, all_rows: Sequence[Row]) -> list[str]:
     used = {row.choice.sharding_type for row in by_index.values()}
     legend = [(look(name), name) for name in [*STRATEGIES, *sorted(used - set(STRATEGIES))] if name in used]
     anyway = [("p-overhead", "in every step, whatever the plan")] if problem.base_ms.any() else []
-    times = [[piece.time_ms for piece in on_rank] for on_rank in by_rank]
+    times = [[p.time_ms for p in on_rank] for on_rank in by_rank]
     stacks = [
         [
             *([Block(base, "p-overhead", "", f"rank {rank}, whatever the plan: {milliseconds(base)}")] if base else []),
@@ -96,20 +96,8 @@ def by_table(planned: Planned, all_rows: Sequence[Row]) -> list[str]:
         figure(draw(stacks, _time_chart(planned, "Time of each rank by table")), legend + anyway),
     ]
     memories = (
-        (
-            "HBM",
-            "memory of the devices",
-            loads.hbm,
-            problem.hbm,
-            [[piece.hbm for piece in on_rank] for on_rank in by_rank],
-        ),
-        (
-            "DDR",
-            "memory of the hosts",
-            loads.ddr,
-            problem.ddr,
-            [[piece.ddr for piece in on_rank] for on_rank in by_rank],
-        ),
+        ("HBM", "memory of the devices", loads.hbm, problem.hbm, [[p.hbm for p in on_rank] for on_rank in by_rank]),
+        ("DDR", "memory of the hosts", loads.ddr, problem.ddr, [[p.ddr for p in on_rank] for on_rank in by_rank]),
     )
     for name, what, total, limit, amounts in memories:
         if not total.any():
