@@ -178,8 +178,8 @@ def _env_of_sharded(one: ShardedCollection) -> ShardingEnv2D:
 
 def _weights(one: ShardedCollection) -> list[Tensor]:
     # tables that are trained by their gradient are dense layers, and equal on all ranks
-    return [group.flat for group in one._held.groups]
+    return [group.flat for group in one._tables.groups]
 
 
 def _states(one: ShardedCollection) -> list[Tensor]:
-    return [state for group in one._held.groups for state in group.states]
+    return [state for group in one._tables.groups for state in group.states]

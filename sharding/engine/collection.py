@@ -39,7 +39,6 @@ from .batch_check import check_batch
 from .dedup import dedup_ids
 from .flags import fault_error, fault_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
-from .held import Collection, Held, Mark, Stores, facts_of_replicas, tables_of
 from .id_map import IdMap, id_ranges
 from .reshard import reshard
 from .route import Sending, divide_ahead, route
@@ -48,6 +47,7 @@ from .shards import LocalShards
 from .stages import ShardedModule, StepContext
 from .state import States, publish_weights, take_weights
 from .step import IDS_RECEIVED, IDS_SENT, LOOKED_UP, Step
+from .tables import Collection, LocalTables, Mark, Stores, facts_of_replicas, tables_of
 from .wire import (
     PooledWire,
     Receiving,
@@ -187,12 +187,12 @@ class ShardedCollection(nn.Module, ShardedModule):
             return (routes, marks), {**facts, **facts_of_replicas(tables, shards, device)}
 
         (routes, marks), number = agree(self._exchange, device, plan)
-        held = Held(routes, env.rank, device, self._policy, stores)
-        held.adopt(module, marks, self._exchange)
-        self._settle(routes, number, held)
+        local_tables = LocalTables(routes, env.rank, device, self._policy, stores)
+        local_tables.adopt(module, marks, self._exchange)
+        self._settle(routes, number, local_tables)
         # steps that began ahead: a forward takes its own from here
         self.routed_ahead: deque[Step] = deque()
-        self.add_module(self._children_name, held.children())
+        self.add_module(self._children_name, local_tables.children())
         self.train(module.training)
         # what this rank's tables run in their backward
         self.fused_optimizer = ShardedFusedOptimizer(self.shards, self.states, self._children_name)
@@ -215,24 +215,24 @@ class ShardedCollection(nn.Module, ShardedModule):
             facts |= facts_of(table, f"table {table.name!r}")
         return routes, facts | facts_of_shards(shards)
 
-    def _settle(self, routes: Routes, number: int, held: Held) -> None:
+    def _settle(self, routes: Routes, number: int, local_tables: LocalTables) -> None:
         """Serve these routes, whose fingerprint is `number`, from now on."""
         rank = self._env.rank
-        self._routes, self._fingerprint, self._held = routes, number, held
+        self._routes, self._fingerprint, self._tables = routes, number, local_tables
         # samples, ids, those whose results come back, and ids of each group
         self._header_width = 3 + max(len(serving.groups) for serving in routes.serving)
         self._local = Exchange(self._env.local_group(), self._exchange) if routes.has_host_sums else None
         host = None if self._local is None else HostExchange(self._local, rank)
         codecs = self._codec, self._codec_back
         self.wire = PooledWire(routes, rank, *codecs, host) if self._pooled else SequenceWire(routes, rank, *codecs)
-        self.shards = LocalShards(routes, rank, held, self._exchange)
+        self.shards = LocalShards(routes, rank, local_tables, self._exchange)
         # what the state dicts of this rank's tables are made of
-        self.states = States(routes, held, self._env)
+        self.states = States(routes, local_tables, self._env)
         self._forget()
 
     def _forget(self) -> None:
         """Begin anew what is made of the routes for a device, which is where this rank's tables are."""
-        self.device: torch.device = self._held.device
+        self.device: torch.device = self._tables.device
         self._receiving = [Receiving(self._routes, self._env.rank, update, self.device) for update in (False, True)]
         self._sending: dict[tuple[tuple[str, ...], bool], Sending] = {}
         self._anchor = torch.zeros(1, device=self.device, requires_grad=True)
@@ -269,7 +269,7 @@ class ShardedCollection(nn.Module, ShardedModule):
 
     def parameter(self, table: str) -> nn.Parameter:
         """This rank's part of a table."""
-        return self._held.parameters[table]
+        return self._tables.parameters[table]
 
     def fused_parameter_names(self) -> list[str]:
         """Parameters that the backward trains or that other ranks hold: no gradient of theirs is to be reduced."""
@@ -345,7 +345,7 @@ class ShardedCollection(nn.Module, ShardedModule):
         number = self._fingerprint
         if self.shards.updates_together:
             # a table that is frozen on one rank alone would leave the others waiting for its part
-            number = (number + self._held.frozen_tables()) % 2**63
+            number = (number + self._tables.frozen_tables()) % 2**63
         weights = step.sent_weights
         # what ranks must agree on: the plan, the kind of backward that comes, and whether weights have gradients in it
         shared = [number, update + (update and self.training), int(weights is not None and weights.requires_grad)]
@@ -442,6 +442,6 @@ class ShardedCollection(nn.Module, ShardedModule):
             return self.shards.look_up_replicated(step, dense=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedCollection:
-        self._held.move(fn)
+        self._tables.move(fn)
         self._forget()
         return self

@@ -13,9 +13,9 @@ from shardwise.embeddings.tables.row_sums import add_powers, root_of
 
 from ..comms.env import ShardingEnv2D
 from ..comms.exchange import Exchange
-from .held import Held
 from .shards import LocalShards
 from .state import States, publish, take
+from .tables import LocalTables
 
 
 class ShardedFusedOptimizer(FusedOptimizer):
@@ -31,8 +31,8 @@ class ShardedFusedOptimizer(FusedOptimizer):
     """
 
     def __init__(self, shards: LocalShards, states: States, prefix: str) -> None:
-        self._prefix, self._shards, self._held, self._values = prefix, shards, shards.held, states
-        self.accumulation = shards.held.accumulation
+        self._prefix, self._shards, self._local, self._values = prefix, shards, shards.tables, states
+        self.accumulation = shards.tables.accumulation
         self.resplit: str | None = None
         names: dict[OptimizerSpec, list[str]] = {}
         for table in states.tables.values():
@@ -41,13 +41,13 @@ class ShardedFusedOptimizer(FusedOptimizer):
         self._specs = list(names)
         # the rates that tables train by, until a step passes others on
         self._rates = [spec.lr for spec in names]
-        self._begin([(tables, _groups(shards.held, spec), spec.lr) for spec, tables in names.items()])
+        self._begin([(tables, _groups(shards.tables, spec), spec.lr) for spec, tables in names.items()])
 
     def follow_plan(self, shards: LocalShards, states: States) -> None:
         """Go on with these groups of the same tables; learning rates stay."""
-        self._shards, self._held, self._values = shards, shards.held, states
-        self._held.accumulate_as(self.accumulation)
-        self._steered = [_groups(self._held, spec) for spec in self._specs]
+        self._shards, self._local, self._values = shards, shards.tables, states
+        self._local.accumulate_as(self.accumulation)
+        self._steered = [_groups(self._local, spec) for spec in self._specs]
         for groups, rate in zip(self._steered, self._rates, strict=True):
             for group in groups:
                 group.set_lr(rate)
@@ -74,7 +74,7 @@ class ShardedFusedOptimizer(FusedOptimizer):
         self._rates = [float(group["lr"]) for group in self.param_groups]
 
     def _parameter(self, table: str) -> Tensor:
-        return self._held.parameters[table]
+        return self._local.parameters[table]
 
     def _states(self, table: str) -> dict[str, Any] | None:
         if not self._values.homes(table):
@@ -107,5 +107,5 @@ class ShardedFusedOptimizer(FusedOptimizer):
         return fill
 
 
-def _groups(held: Held, spec: OptimizerSpec) -> list[TableGroup]:
-    return [group for group in held.groups if group.optimizer == spec]
+def _groups(local_tables: LocalTables, spec: OptimizerSpec) -> list[TableGroup]:
+    return [group for group in local_tables.groups if group.optimizer == spec]

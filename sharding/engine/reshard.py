@@ -22,9 +22,9 @@ from ...planner.layout import Shard, Span, TableOptions
 from ..comms.agreement import Facts, agree
 from ..comms.exchange import Exchange
 from ..plan.plan import ParameterSharding, options_of, shards_of
-from .held import Held, facts_of_replicas
 from .routes import Routes, Table
 from .state import Box, States, overlap, part_of, volume
+from .tables import LocalTables, facts_of_replicas
 
 if TYPE_CHECKING:
     from .collection import ShardedCollection
@@ -120,7 +120,7 @@ def _go_over(
 ) -> None:
     old, rank, device = collection.states, collection._env.rank, collection.device
 
-    def make() -> tuple[tuple[Routes, Held, States], Facts]:
+    def make() -> tuple[tuple[Routes, LocalTables, States], Facts]:
         if resplit not in (None, "mean"):
             raise ValueError(f"resplit must be 'mean' or None, got {resplit!r}")
         shards, options = choose()
@@ -129,27 +129,31 @@ def _go_over(
             raise ValueError(f"options are given for tables {unknown}, the module has {sorted(old.tables)}")
         if collection._stores is not None or collection._id_maps:
             raise ValueError("tables whose rows are in a row store or found by an id map cannot be resharded")
-        if collection._held.accumulation.begun:
+        if collection._tables.accumulation.begun:
             raise ValueError("gradients wait for a step: call step() or zero_grad() of the fused optimizer first")
         tables = [replace(table, options=options.get(name, table.options)) for name, table in old.tables.items()]
         routes, facts = collection._plan(tables, shards)
-        held = Held(routes, rank, device, collection._policy, None)
-        held.matrices()
-        new = States(routes, held, collection._env)
+        local_tables = LocalTables(routes, rank, device, collection._policy, None)
+        local_tables.matrices()
+        new = States(routes, local_tables, collection._env)
         for table in tables:
             _require_same_training(table, old, new, collection.parameter(table.name).requires_grad)
             if resplit is None:
                 _require_same_columns(table.name, old, new)
-        return (routes, held, new), {**facts, **facts_of_replicas(tables, shards, device), "resplit": str(resplit)}
+        return (routes, local_tables, new), {
+            **facts,
+            **facts_of_replicas(tables, shards, device),
+            "resplit": str(resplit),
+        }
 
     exchange = collection._exchange
-    (routes, held, new), number = agree(exchange, device, make)
+    (routes, local_tables, new), number = agree(exchange, device, make)
     _carry_steps(old, new, routes, exchange, device)
     with torch.no_grad():
         for name in new.tables:
             _Carried(name, old, new, device).go(exchange)
-    held.take_parameters(collection._held)
-    collection._settle(routes, number, held)
+    local_tables.take_parameters(collection._tables)
+    collection._settle(routes, number, local_tables)
     collection.fused_optimizer.follow_plan(collection.shards, collection.states)
 
 

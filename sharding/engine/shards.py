@@ -16,18 +16,18 @@ from shardwise.embeddings.tables.row_sums import add_powers, power_of, sum_rows
 
 from ...planner.layout import Span
 from ..comms.exchange import Exchange
-from .held import Held
 from .id_map import IdMap, RenewingIdMap
 from .routes import ROWS, Routes
 from .row_state import Touched, WholeRows, touched_rows
 from .step import Step
+from .tables import LocalTables
 
 
 class LocalShards:
     """This rank's shards, group by group, as its part of the routes lists them."""
 
-    def __init__(self, routes: Routes, rank: int, held: Held, exchange: Exchange) -> None:
-        self.routes, self.rank, self.held = routes, rank, held
+    def __init__(self, routes: Routes, rank: int, local_tables: LocalTables, exchange: Exchange) -> None:
+        self.routes, self.rank, self.tables = routes, rank, local_tables
         self.parts = routes.serving[rank].groups
         self._exchange = exchange
         # tables cut by columns whose rule looks at whole rows: their shards update together
@@ -50,7 +50,7 @@ class LocalShards:
         ends = [0, *step.received_lengths.sum(1).cumsum(0).tolist()]
         # column shards of the same rows see the same ids: they are translated once
         translated: dict[tuple[str, Span], Tensor] = {}
-        for group, part in zip(self.held.groups, self.parts, strict=True):
+        for group, part in zip(self.tables.groups, self.parts, strict=True):
             slots = part.slots if step.update or not part.is_replica else ()
             for number, shard in enumerate(part.shards):
                 begin, at = at, at + sum(slot.shard == number for slot in slots)
@@ -67,7 +67,7 @@ class LocalShards:
 
     def renew(self, step: Step) -> None:
         """Have the rows begin anew that went to other ids."""
-        for group, part in zip(self.held.groups, self.parts, strict=True):
+        for group, part in zip(self.tables.groups, self.parts, strict=True):
             for number, shard in enumerate(part.shards):
                 renewal = step.renewals.get((shard.table, shard.rows))
                 if renewal is not None:
@@ -79,7 +79,7 @@ class LocalShards:
         if step.leases:
             return True
         for g in self._asked[step.update]:
-            group, (ids, offsets, _) = self.held.groups[g], self._inputs(step, g)
+            group, (ids, offsets, _) = self.tables.groups[g], self._inputs(step, g)
             try:
                 step.leases[g] = group.store.resolve(ids, offsets, group.step)
             except NoFreeSlots:
@@ -95,7 +95,7 @@ class LocalShards:
         # whether a backward comes back for the rows
         weights = step.sent_weights
         holds = step.update and (step.trains or (weights is not None and weights.requires_grad))
-        groups = self.held.groups
+        groups = self.tables.groups
         step.frozen = list(map(TableGroup.frozen, groups))
         if step.renewals:
             self.renew(step)
@@ -116,7 +116,9 @@ class LocalShards:
         """Rows of this rank's own batch in tables that every rank holds, by lookup; `dense` by their gradient alone."""
         by_lookup: dict[int, Tensor] = {}
         first = len(self.routes.replicas) if dense else 0
-        parts, groups = (self.routes.dense, self.held.dense) if dense else (self.routes.replicas, self.held.replicas)
+        parts, groups = (
+            (self.routes.dense, self.tables.dense) if dense else (self.routes.replicas, self.tables.replicas)
+        )
         for part, group, batch in zip(parts, groups, step.replicated[first:], strict=False):
             if self.routes.pooled:
                 pooled = group.pooled(batch.ids, batch.offsets, batch.weights)
@@ -129,7 +131,7 @@ class LocalShards:
     def replicated_weight_gradients(self, step: Step, gradients: Mapping[int, Tensor], divisor: int) -> list[Tensor]:
         """Gradients of the per-id weights of this rank's own batch in replicas, given those of the output by lookup."""
         of_weights = []
-        for group, part, batch in zip(self.held.replicas, self.routes.replicas, step.replicated, strict=False):
+        for group, part, batch in zip(self.tables.replicas, self.routes.replicas, step.replicated, strict=False):
             grad = torch.cat([gradients[slot.lookup] for slot in part.slots], dim=1)
             slots, lease = group.store.resolve(batch.ids, batch.offsets, group.step)
             # a gradient is cut as it is after the division, here too
@@ -155,12 +157,12 @@ class LocalShards:
         each id travelled once has gradients that were cut to size before they were added up. While gradients are
         accumulated they are added to those that wait for `apply_sums`.
         """
-        waits, clips = self.held.accumulation.waits, step.inverse is None
+        waits, clips = self.tables.accumulation.waits, step.inverse is None
         of_weights: list[Tensor] = []
         together: list[Touched] = []
         for g, (slots, _) in step.leases.items():
             group, part, grad, (ids, offsets, factors) = (
-                self.held.groups[g], self.parts[g], gradients[g], self._inputs(step, g)
+                self.tables.groups[g], self.parts[g], gradients[g], self._inputs(step, g)
             )  # fmt: skip
             if weight_gradients and not part.is_replica:
                 # before the update: this gradient is of the rows that were looked up
@@ -184,9 +186,9 @@ class LocalShards:
                 )  # fmt: skip
         if step.trains and waits:
             # on a rank without tables too
-            self.held.accumulation.begin()
+            self.tables.accumulation.begin()
         elif step.trains and self._whole.blocks:
-            self._whole.update(together, self._exchange, self.held.device)
+            self._whole.update(together, self._exchange, self.tables.device)
         self.release(step)
         return of_weights
 
@@ -194,29 +196,29 @@ class LocalShards:
     def apply_sums(self) -> None:
         """One step for the gradients that wait; all ranks call this together."""
         together: list[Touched] = []
-        for g, (group, part) in enumerate(zip(self.held.groups, self.parts, strict=True)):
+        for g, (group, part) in enumerate(zip(self.tables.groups, self.parts, strict=True)):
             if not self._with_others[g]:
                 group.apply_sums()
             elif group.sums is not None:
                 together += touched_rows(group, part, group.sums)
         if self._whole.blocks:
-            self._whole.update(together, self._exchange, self.held.device)
-        for group in self.held.groups:
+            self._whole.update(together, self._exchange, self.tables.device)
+        for group in self.tables.groups:
             group.drop_sums()
 
     def power_of_sums(self, norm_type: float) -> Tensor:
         """`power_of` for the gradients that wait on all ranks, replicated ones once: the same bits on all ranks."""
         local = [
             sums.gradient
-            for group, part in zip(self.held.groups, self.parts, strict=True)
+            for group, part in zip(self.tables.groups, self.parts, strict=True)
             for sums in group.sums or ()
             if self.rank == 0 or not part.is_replica
         ]
-        power = power_of(local, norm_type, self.held.device)
+        power = power_of(local, norm_type, self.tables.device)
         # each rank adds the numbers of all in one order
         return add_powers(self._exchange.numbers(power.repeat(self._exchange.world_size)).wait(), norm_type)
 
     def release(self, step: Step) -> None:
         """Let the slots of a step go, after its update or where that is left out."""
         for g, (_, lease) in step.leases.items():
-            self.held.groups[g].release(lease)
+            self.tables.groups[g].release(lease)

@@ -25,7 +25,7 @@ from .routes import Routes, Table
 
 if TYPE_CHECKING:
     from .collection import ShardedCollection
-    from .held import Held
+    from .tables import LocalTables
 
 Box = tuple[Span, ...]
 
@@ -64,12 +64,12 @@ class Value:
 class States:
     """What a rank publishes of its tables; `shards` are those of all ranks, by table."""
 
-    def __init__(self, routes: Routes, held: Held, env: ShardingEnv) -> None:
+    def __init__(self, routes: Routes, local_tables: LocalTables, env: ShardingEnv) -> None:
         self.tables = {table.name: table for table in routes.tables}
         self.shards = shards_by_table(routes)
-        self.env, self._held = env, held
+        self.env, self._tables = env, local_tables
         self._homes: dict[str, list[tuple[Shard, TableGroup, int]]] = {}
-        for group, part in zip(held.all_groups(), held.members, strict=True):
+        for group, part in zip(local_tables.all_groups(), local_tables.members, strict=True):
             for number, shard in enumerate(part.shards):
                 # groups of replicas name one rank for all
                 self._homes.setdefault(shard.table, []).append((replace(shard, rank=env.rank), group, number))
@@ -87,7 +87,7 @@ class States:
         table, replica = self.tables[name], self.is_replicated(name)
         pieces = tuple(Piece(shard.rank, _cells(shard)) for shard in self.shards[name])
         local = tuple((Piece(shard.rank, _cells(shard)), group.view(n)) for shard, group, n in self.homes(name))
-        return Value((table.rows, table.dim), pieces, local, table.dtype, self._held.device, replica)
+        return Value((table.rows, table.dim), pieces, local, table.dtype, self._tables.device, replica)
 
     def states(self, name: str) -> dict[str, Value]:
         """A table's optimizer states by TorchRec's names; none of a table without rows on this rank."""
@@ -114,7 +114,7 @@ class States:
         mine = tuple((Piece(shard.rank, place(shard)), view) for shard, view in local)
         rows = table.rows if one.dim() == 1 else None
         alike = table.options.row_state == "table"
-        return Value(size, pieces, mine, one.dtype, self._held.device, replicated, rows, alike)
+        return Value(size, pieces, mine, one.dtype, self._tables.device, replicated, rows, alike)
 
     def strips(self, name: str) -> list[Span]:
         """A table's column blocks."""

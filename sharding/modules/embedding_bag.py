@@ -16,7 +16,7 @@ from ...planner.layout import Shard, TableOptions
 from ..comms.awaitable import LazyAwaitable
 from ..comms.env import ShardingEnv
 from ..engine.fused_optimizer import ShardedFusedOptimizer
-from ..engine.held import Mark
+from ..engine.tables import Mark
 from ..plan.module_sharder import require_tables, require_type
 from ..plan.plan import ParameterSharding, options_of, shards_of
 from .sharded_collections import ShardedEmbeddingBagCollection, StepAwaitable

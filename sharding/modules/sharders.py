@@ -30,8 +30,8 @@ from shardwise.embeddings import (
 from ...planner.layout import CAPABILITIES, Shard, TableOptions
 from ..comms.env import ShardingEnv
 from ..engine.collection import ShardedCollection
-from ..engine.held import Mark
 from ..engine.id_map import IdMap
+from ..engine.tables import Mark
 from ..plan.module_sharder import (
     M,
     ModuleSharder,

@@ -40,7 +40,7 @@ def quietly() -> Iterator[None]:
 
 def state_of(module: Any) -> dict[str, Tensor]:
     """Tables, optimizer states and step counts, wherever they are."""
-    groups = module._held.all_groups() if hasattr(module, "_held") else module._groups
+    groups = module._tables.all_groups() if hasattr(module, "_tables") else module._groups
     found = {}
     for g, group in enumerate(groups):
         for n, table in enumerate(group.tables):

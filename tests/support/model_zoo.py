@@ -158,7 +158,7 @@ def state_of(model: DistributedModelParallel) -> dict[str, Tensor]:
     """Every number that training changes on this rank, as copies."""
     found = {name: param.detach().clone() for name, param in model.named_parameters()}
     for path, one in model._sharded.items():
-        for g, group in enumerate(one._held.all_groups()):
+        for g, group in enumerate(one._tables.all_groups()):
             found[f"{path}/{g}"] = group.flat.clone()
             found.update({f"{path}/{g}/{n}": state.clone() for n, state in enumerate(group.states)})
     return found

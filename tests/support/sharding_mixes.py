@@ -463,7 +463,7 @@ def train_sharded(
 def held(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What this rank holds: weights and states by `table|rows|cols` of each shard."""
     weights, states = {}, {}
-    for group, part in zip(model._held.all_groups(), model._held.members, strict=True):
+    for group, part in zip(model._tables.all_groups(), model._tables.members, strict=True):
         for number, one in enumerate(part.shards):
             key = f"{one.table}|{one.rows[0]}:{one.rows[1]}|{one.cols[0]}:{one.cols[1]}"
             weights[key] = group.view(number).clone()

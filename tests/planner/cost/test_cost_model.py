@@ -405,7 +405,7 @@ def _held(placed: list[Placed]) -> int:
     """Bytes of rows and states on this rank."""
     assert dist.group.WORLD is not None
     step = Step(placed, 4, ShardingEnv.from_process_group(dist.group.WORLD), torch.device("cpu"))
-    groups = [group for one in step.collections() for group in one._held.all_groups()]
+    groups = [group for one in step.collections() for group in one._tables.all_groups()]
     tensors = [tensor for group in groups for tensor in (group.flat, *group.states)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

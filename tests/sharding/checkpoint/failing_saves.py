@@ -149,7 +149,7 @@ def put(model: Any, step: int) -> None:
     """Make all numbers that the rank holds the step."""
     for param in model.parameters():
         param.data.fill_(step)
-    for group in model._held.all_groups():
+    for group in model._tables.all_groups():
         for state in group.states:
             state.fill_(step)
 
@@ -157,7 +157,7 @@ def put(model: Any, step: int) -> None:
 def values(model: Any) -> set[float]:
     """All numbers that there are in the rank's weights and states of the tables."""
     found: set[float] = set()
-    for group in model._held.all_groups():
+    for group in model._tables.all_groups():
         for number in range(len(group.tables)):
             for value in (group.view(number), *group.state_views(number).values()):
                 if value.is_floating_point():

@@ -106,7 +106,7 @@ def state_of(model: Any) -> dict[str, Tensor]:
     """Weights, and optimizer states of tables, that this rank holds."""
     found = {name: param.detach().clone() for name, param in model.named_parameters()}
     for path, sharded in model._sharded.items():
-        for group in sharded._held.groups:
+        for group in sharded._tables.groups:
             for number, table in enumerate(group.tables):
                 states = group.state_views(number)
                 found.update({f"{path}.{table.name}.{number}.{key}": value.clone() for key, value in states.items()})
@@ -126,7 +126,7 @@ def train(optimizer: str, sync: str, settings: dict[str, Any]) -> tuple[dict[str
     shards = {
         f"{path}.{shard.table}": [shard.rows, shard.cols]
         for path, sharded in dmp._sharded.items()
-        for part in sharded._held.members
+        for part in sharded._tables.members
         for shard in part.shards
     }
     assert isinstance(dmp._env, ShardingEnv2D)

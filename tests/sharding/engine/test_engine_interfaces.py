@@ -98,7 +98,7 @@ def behind_stores(mixes: Sequence[Mix], optimizer: str, learned: bool) -> list[t
     for mix in mixes:
         plain = train_sharded(mix, optimizer, 3, env, learned=learned)
         model = shard(mix, build(mix, optimizer), env, stores=Shuffled)
-        groups = model._held.all_groups()
+        groups = model._tables.all_groups()
         [group.store.shuffle(group) for group in groups]
         batches = batches_of_rank(mix, range(3))
         run = train(mix, model, batches, learned)
@@ -226,7 +226,7 @@ def overlapping(mixes: Sequence[Mix]) -> list[Any]:
     env, found = environment(), []
     for mix in mixes:
         model = shard(mix, build(mix, "adam"), env, stores=Shuffled)
-        groups = model._held.all_groups()
+        groups = model._tables.all_groups()
         [group.store.shuffle(group) for group in groups]
         mine, upstreams = zip(*batches_of_rank(mix, range(3)), strict=True)
         first, second = model.begin(mine[0]), model.begin(mine[1])

@@ -207,9 +207,9 @@ def rates() -> list[float]:
     schedule.step()
     # not yet with the tables
     go_over(model, other)
-    found = [group.lr for group in model._held.groups]
+    found = [group.lr for group in model._tables.groups]
     fused.step()
-    return found + [group.lr for group in model._held.groups]
+    return found + [group.lr for group in model._tables.groups]
 
 
 def test_learning_rates_and_schedules_stay() -> None:

@@ -169,7 +169,7 @@ def overflow(where: str) -> tuple[str, bool]:
     codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))
     model = shard(POOLED, build(POOLED, "sgd"), environment(), codecs=codecs)
     mine = batch_of_rank(POOLED, 3, 0)
-    large = next(g for g, part in zip(model._held.groups, model._held.members, strict=False) if not part.is_replica)
+    large = next(g for g, part in zip(model._tables.groups, model._tables.members, strict=False) if not part.is_replica)
     kept = large.flat.clone()
     if where == "forward" and dist.get_rank() == 1:
         large.flat.fill_(1e5)

@@ -335,7 +335,7 @@ def model_of(room: int | None) -> Net:
         stores=None if room is None else Cache,
     )  # fmt: skip
     model.pooled = sharded
-    for group in sharded._held.all_groups() if room is not None else ():
+    for group in sharded._tables.all_groups() if room is not None else ():
         group.store.follow(group)
     return model
 
@@ -357,11 +357,11 @@ def behind_a_cache(kind: str, room: int) -> tuple[bool, list[tuple[int, list[str
         left.progress(batches)
         left.progress(batches)
         left.reset()
-    stores = [group.store for group in cached.pooled._held.all_groups()]
+    stores = [group.store for group in cached.pooled._tables.all_groups()]
     for store in stores:
         store.bring_home()
     # replicas are looked up a second time, at home
-    members = zip(stores, cached.pooled._held.members, strict=True)
+    members = zip(stores, cached.pooled._tables.members, strict=True)
     stores = [store for store, part in members if not part.is_replica and part.slots]
     (weights, states), (there, states_there) = held(plain.pooled), held(cached.pooled)
     good = all(torch.equal(value, there[key]) for key, value in weights.items())

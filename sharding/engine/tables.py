@@ -79,7 +79,7 @@ def facts_of_replicas(tables: Iterable[Table], shards: Iterable[Shard], device: 
     return found
 
 
-class Held:
+class LocalTables:
     """A rank's groups of shards: `groups` as its part of the routes lists them, `dense` trained by gradients.
 
     A table's parameter is the matrix of its shards on this rank, one below the other; it is empty where there are none.
@@ -184,7 +184,7 @@ class Held:
                 views.setdefault(shard.table, []).append(group.view(number))
         return {name: _stacked(name, mine) for name, mine in views.items()}
 
-    def take_parameters(self, other: Held) -> None:
+    def take_parameters(self, other: LocalTables) -> None:
         """Make the parameters of another, the very objects, views of these shards; gradients stay."""
         self.parameters = other.parameters
         for param in self.parameters.values():
