@@ -96,15 +96,15 @@ def changes_of(
     if all(isinstance(one, ParameterSharding) for one in given.values()):
         if path is None and len(paths) != 1:
             raise ValueError(f"say by sharded_module_fqn which module is resharded, the model has {sorted(paths)}")
-        found: dict[str, Any] = {paths[0] if path is None else path: (mebibytes(given), given)}
+        changes: dict[str, Any] = {paths[0] if path is None else path: (mebibytes(given), given)}
     else:
-        found = dict(given) if path is None else {one: given[one] for one in given if one == path}
-    if set(found) - set(paths) or not found:
-        asked = sorted(found) or path
+        changes = dict(given) if path is None else {one: given[one] for one in given if one == path}
+    if set(changes) - set(paths) or not changes:
+        asked = sorted(changes) or path
         raise ValueError(
             f"modules {asked} are to be resharded: the model has {sorted(paths)}, the plan {sorted(given)}"
         )
-    return found
+    return changes
 
 
 def mebibytes(plan: Mapping[str, ParameterSharding]) -> float:
@@ -191,18 +191,18 @@ def _require_same_columns(name: str, old: States, new: States) -> None:
 
 def cell_moves(name: str, old: States, new: States) -> list[Move]:
     """How the cells of a table move, new shard by new shard."""
-    found = []
+    moves = []
     for target in new.shards[name]:
         for source in _sources(old, name, target):
             box = overlap((source.rows, source.cols), (target.rows, target.cols))
             if box is not None:
-                found.append(Move(source, target, box))
-    return found
+                moves.append(Move(source, target, box))
+    return moves
 
 
 def row_moves(name: str, old: States, new: States) -> list[Move]:
     """How its numbers per row move."""
-    found, before, after = [], _columns_of(old, name), _columns_of(new, name)
+    moves, before, after = [], _columns_of(old, name), _columns_of(new, name)
     for target in new.shards[name]:
         wanted = after[target.cols]
         same = [strip for strip, columns in before.items() if columns == wanted]
@@ -212,8 +212,8 @@ def row_moves(name: str, old: States, new: States) -> list[Move]:
             rows = overlap((source.rows,), (target.rows,))
             if source.cols in strips and rows is not None:
                 ((low, high),) = overlap((before[source.cols],), (wanted,)) or ((0, 0),)
-                found.append(Move(source, target, rows, (high - low) / (wanted[1] - wanted[0])))
-    return found
+                moves.append(Move(source, target, rows, (high - low) / (wanted[1] - wanted[0])))
+    return moves
 
 
 def _distinct(columns: Mapping[Span, Span]) -> list[Span]:

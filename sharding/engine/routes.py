@@ -228,18 +228,18 @@ def plan_routes(
     placed: list[list[_Placed]] = [[] for _ in range(world_size)]
     dense: list[_Placed] = []
     for number, table in enumerate(tables):
-        mine = by_table[table.name]
+        shards_of_table = by_table[table.name]
         if table.mapped:
-            _require_one_domain(table, mine)
-        if mine and mine[0].replica:
-            whole = [_Placed(REPLICA, table, mine[0], tuple(Stream(n) for n in lookups_of[number]))]
+            _require_one_domain(table, shards_of_table)
+        if shards_of_table and shards_of_table[0].replica:
+            whole = [_Placed(REPLICA, table, shards_of_table[0], tuple(Stream(n) for n in lookups_of[number]))]
             if table.optimizer is None:
                 dense += whole
             else:
                 for rank in range(world_size):
                     placed[rank] += whole
             continue
-        strips = _strips(table, mine)
+        strips = _strips(table, shards_of_table)
         kind = _kind_of(table, strips, pooled, local_size, world_size)
         for strip in strips:
             if len(strip) == 1 and not (pooled and kind == ROWS):
@@ -249,11 +249,11 @@ def plan_routes(
                 # strips that are cut alike share what travels
                 numbers = {n: cuts.setdefault(Cut(n, borders), len(cuts)) for n in lookups_of[number]}
                 streams = [[Stream(n, cut, k) for n, cut in numbers.items()] for k in range(len(strip))]
-            for shard, mine_of in zip(strip, streams, strict=True):
+            for shard, streams_of_shard in zip(strip, streams, strict=True):
                 # nobody asks for a shard without rows; inside a host its zeros are added as any others
                 asked = kind == HOST or shard.rows[0] < shard.rows[1]
-                placed[shard.rank].append(_Placed(kind, table, shard, tuple(mine_of) if asked else ()))
-    serving = tuple(_serving(mine, pooled) for mine in placed)
+                placed[shard.rank].append(_Placed(kind, table, shard, tuple(streams_of_shard) if asked else ()))
+    serving = tuple(_serving(shards_of_table, pooled) for shards_of_table in placed)
     replicas = tuple(group for group in serving[0].groups if group.kind == REPLICA)
     return Routes(
         pooled, weighted, tuple(tables), tuple(lookups), tuple(cuts), serving, replicas, _serving(dense, pooled).groups,
@@ -335,30 +335,32 @@ def _fills_host(strip: Sequence[Shard], local_size: int) -> bool:
 
 def _serving(placed: Sequence[_Placed], pooled: bool) -> Serving:
     members: dict[tuple[object, ...], list[_Placed]] = {}
-    for one in sorted(placed, key=lambda one: _KINDS.index(one.kind)):
-        members.setdefault(_group_key(one, pooled), []).append(one)
+    for placement in sorted(placed, key=lambda placement: _KINDS.index(placement.kind)):
+        members.setdefault(_group_key(placement, pooled), []).append(placement)
     streams: dict[Stream, int] = {}
     returned = 0
     groups = []
-    for mine in members.values():
+    for members_of_group in members.values():
         slots = []
-        for s, one in enumerate(mine):
-            for stream in one.streams:
+        for s, placement in enumerate(members_of_group):
+            for stream in placement.streams:
                 number = streams.setdefault(stream, len(streams))
-                slots.append(Slot(number, stream.lookup, s, one.shard.cols))
-        groups.append(Group(mine[0].kind, tuple(one.shard for one in mine), tuple(slots)))
-        if mine[0].kind != REPLICA:
+                slots.append(Slot(number, stream.lookup, s, placement.shard.cols))
+        groups.append(
+            Group(members_of_group[0].kind, tuple(placement.shard for placement in members_of_group), tuple(slots))
+        )
+        if members_of_group[0].kind != REPLICA:
             returned = len(streams)
     return Serving(tuple(groups), tuple(streams), returned)
 
 
-def _group_key(one: _Placed, pooled: bool) -> tuple[object, ...]:
+def _group_key(placement: _Placed, pooled: bool) -> tuple[object, ...]:
     # rows of ids lie one after another, so all have one width; an averaged bag that is divided has factors of its own
-    rows = one.kind == ROWS or not pooled
-    width = one.shard.cols[1] - one.shard.cols[0] if rows else None
-    scaled = one.kind == ROWS and pooled and one.table.mean
-    apart = one.table.name if one.table.options.row_state == "table" else None
-    return one.kind, one.table.dtype, one.table.optimizer, width, scaled, apart
+    rows = placement.kind == ROWS or not pooled
+    width = placement.shard.cols[1] - placement.shard.cols[0] if rows else None
+    scaled = placement.kind == ROWS and pooled and placement.table.mean
+    apart = placement.table.name if placement.table.options.row_state == "table" else None
+    return placement.kind, placement.table.dtype, placement.table.optimizer, width, scaled, apart
 
 
 def is_even(borders: Sequence[int]) -> bool:

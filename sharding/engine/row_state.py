@@ -81,10 +81,10 @@ class WholeRows:
 
     def update(self, touched: Sequence[Touched], exchange: Exchange, device: torch.device) -> None:
         """Give each other the gradients and update; every rank takes part, one with nothing to give too."""
-        mine = {(t.shard.table, t.shard.rows, t.shard.cols): t for t in touched}
+        by_place = {(t.shard.table, t.shard.rows, t.shard.cols): t for t in touched}
         parts: list[list[Tensor]] = [[] for _ in range(exchange.world_size)]
         sizes = [0] * exchange.world_size
-        for shards, owned in self._shared(mine, exchange.rank):
+        for shards, owned in self._shared(by_place, exchange.rank):
             for rank in sorted({shard.rank for shard in shards} - {exchange.rank}):
                 parts[rank] += [_given(one).flatten() for one in owned]
                 rows = owned[0].rows.shape[0] * _copies(owned[0].group)
@@ -93,10 +93,10 @@ class WholeRows:
         send = torch.cat(flat) if flat else torch.empty(0, device=device)
         pending = exchange.rows_transpose(send, [sum(t.numel() for t in part) for part in parts], sizes)
         came = list(torch.split(pending.wait(), sizes))
-        for shards, owned in self._shared(mine, exchange.rank):
+        for shards, owned in self._shared(by_place, exchange.rank):
             pieces = []
             for shard in shards:
-                one = mine.get((shard.table, shard.rows, shard.cols)) if shard.rank == exchange.rank else None
+                one = by_place.get((shard.table, shard.rows, shard.cols)) if shard.rank == exchange.rank else None
                 width = shard.cols[1] - shard.cols[0]
                 if one is not None:
                     pieces.append(_given(one))
@@ -111,15 +111,15 @@ class WholeRows:
             group.step += 1
 
     def _shared(
-        self, mine: dict[tuple[str, tuple[int, int], tuple[int, int]], Touched], rank: int
+        self, by_place: dict[tuple[str, tuple[int, int], tuple[int, int]], Touched], rank: int
     ) -> list[tuple[list[Shard], list[Touched]]]:
         """Blocks that this rank has shards of, in an order that all ranks share, and those shards."""
-        found = []
+        shared = []
         for shards in self.blocks.values():
-            owned = [mine[s.table, s.rows, s.cols] for s in shards if s.rank == rank]
+            owned = [by_place[s.table, s.rows, s.cols] for s in shards if s.rank == rank]
             if owned:
-                found.append((shards, owned))
-        return found
+                shared.append((shards, owned))
+        return shared
 
 
 def touched_rows(group: TableGroup, part: Group, sums: Sequence[RowSums], frozen: Sequence[bool] = ()) -> list[Touched]:
@@ -127,7 +127,7 @@ def touched_rows(group: TableGroup, part: Group, sums: Sequence[RowSums], frozen
 
     Rows stand in the order of their ids, which all shards share; where they lie is each shard's own.
     """
-    found = []
+    touched = []
     for number, shard in enumerate(part.shards):
         first, last = group.first_ids[number], group.first_ids[number] + group.tables[number].rows
         for one in sums:
@@ -136,8 +136,8 @@ def touched_rows(group: TableGroup, part: Group, sums: Sequence[RowSums], frozen
                 begin, end = torch.searchsorted(one.ids, one.ids.new_tensor([first, last])).tolist()
                 rows = one.rows[begin:end] - group.first_rows[number]
                 ids, gradient = one.ids[begin:end] - first, one.gradient[begin:end]
-                found.append(Touched(group, number, shard, rows, ids, gradient, any(frozen[number : number + 1])))
-    return found
+                touched.append(Touched(group, number, shard, rows, ids, gradient, any(frozen[number : number + 1])))
+    return touched
 
 
 def _copies(group: TableGroup) -> int:
@@ -198,8 +198,8 @@ def _apply(whole: Tensor, owned: Sequence[Touched]) -> None:
     for one in owned:
         columns = slice(*one.shard.cols)
         group.view(one.number)[one.rows] = weights[:, columns]
-        for mine, kind, state in zip(_states(group, one.number), kinds, states, strict=True):
-            mine[one.rows] = state if kind == "row" else state[:, columns]
+        for own_state, kind, state in zip(_states(group, one.number), kinds, states, strict=True):
+            own_state[one.rows] = state if kind == "row" else state[:, columns]
 
 
 def _states(group: TableGroup, number: int) -> list[Tensor]:

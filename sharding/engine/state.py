@@ -96,14 +96,14 @@ class States:
         return {key: self._state(name, key, [(shard, views[key]) for shard, views in homes]) for key in keys}
 
     def _state(self, name: str, key: str, local: Sequence[tuple[Shard, Tensor]]) -> Value:
-        table, one = self.tables[name], local[0][1]
+        table, first = self.tables[name], local[0][1]
         if key == "step":
             count = Piece(self.env.rank, ((0, 1),))
-            return Value((1,), (count,), tuple((count, view) for _, view in local), one.dtype, one.device, True)
+            return Value((1,), (count,), tuple((count, view) for _, view in local), first.dtype, first.device, True)
         strips, replicated = self.strips(name), self.is_replicated(name)
         size: tuple[int, ...]
         place: Callable[[Shard], Box]
-        if one.dim() == 2:
+        if first.dim() == 2:
             size, place = (table.rows, table.dim), _cells
         elif self._rows_agree(table, strips):
             size, place = (table.rows,), _rows
@@ -111,10 +111,10 @@ class States:
         else:
             size, place = (table.rows * len(strips),), _rows_of(strips, table.rows)
         pieces = tuple(Piece(shard.rank, place(shard)) for shard in self.shards[name])
-        mine = tuple((Piece(shard.rank, place(shard)), view) for shard, view in local)
-        rows = table.rows if one.dim() == 1 else None
+        own_pieces = tuple((Piece(shard.rank, place(shard)), view) for shard, view in local)
+        rows = table.rows if first.dim() == 1 else None
         alike = table.options.row_state == "table"
-        return Value(size, pieces, mine, one.dtype, self._tables.device, replicated, rows, alike)
+        return Value(size, pieces, own_pieces, first.dtype, self._tables.device, replicated, rows, alike)
 
     def strips(self, name: str) -> list[Span]:
         """A table's column blocks."""
@@ -160,8 +160,8 @@ def _rows_of(strips: Sequence[Span], rows: int) -> Callable[[Shard], Box]:
 
 def overlap(a: Box, b: Box) -> Box | None:
     """What two boxes share, or None."""
-    found = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
-    return found if all(low < high for low, high in found) else None
+    common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return common if all(low < high for low, high in common) else None
 
 
 def part_of(tensor: Tensor, box: Box, part: Box) -> Tensor:

@@ -68,15 +68,15 @@ def facts_of_replicas(tables: Iterable[Table], shards: Iterable[Shard], device: 
     On a CPU rules that are not exact (`Rule.is_exact`) have other bits with numba's loops than on torch alone.
     """
     replicated = {shard.table for shard in shards if shard.replica} if device.type == "cpu" else set()
-    found = {}
+    facts = {}
     for table in tables:
         if table.name not in replicated or table.optimizer is None or rule_named(table.optimizer.rule).is_exact:
             continue
         by, processor = numba_loops.arithmetic()
         what = f"the updates of replicated table {table.name!r} ({table.optimizer.rule})"
-        found[f"arithmetic of {what}; the same numba on all ranks or SHARDWISE_NUMBA=0 on all mends it"] = by
-        found[f"{MAY_DIFFER}of {what}"] = processor
-    return found
+        facts[f"arithmetic of {what}; the same numba on all ranks or SHARDWISE_NUMBA=0 on all mends it"] = by
+        facts[f"{MAY_DIFFER}of {what}"] = processor
+    return facts
 
 
 class LocalTables:
@@ -182,7 +182,7 @@ class LocalTables:
         for group, part in zip(self.all_groups(), self.members, strict=True):
             for number, shard in enumerate(part.shards):
                 views.setdefault(shard.table, []).append(group.view(number))
-        return {name: _stacked(name, mine) for name, mine in views.items()}
+        return {name: _stacked(name, of_table) for name, of_table in views.items()}
 
     def take_parameters(self, other: LocalTables) -> None:
         """Make the parameters of another, the very objects, views of these shards; gradients stay."""
@@ -210,11 +210,11 @@ class LocalTables:
 
     def children(self) -> nn.ModuleDict:
         """The parameters under the names of the unsharded module."""
-        found = nn.ModuleDict()
+        children = nn.ModuleDict()
         for name, param in self.parameters.items():
-            found[name] = nn.Module()
-            found[name].register_parameter("weight", param)
-        return found
+            children[name] = nn.Module()
+            children[name].register_parameter("weight", param)
+        return children
 
 
 def _stacked(name: str, views: Sequence[Tensor]) -> Tensor:

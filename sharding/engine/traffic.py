@@ -48,27 +48,27 @@ def predicted_bytes(
     Not counted is what rules of whole rows give each other for tables cut by columns (`row_state="table"`): it depends
     on how many different rows a batch names.
     """
-    mine = routes.serving[rank]
+    own = routes.serving[rank]
     header = header_bytes(3 + max(len(serving.groups) for serving in routes.serving))
     # samples that each rank of this host answers for all hosts
     each = routes.local_size
     answered = [sum(batches[m::each]) for m in range(each)]
-    found = []
+    to_ranks = []
     for other, serving in enumerate(routes.serving):
         near, same_host = (other - rank) % each == 0, other // each == rank // each
         there = _ids_of_streams(routes, serving, bag_lengths, batches[rank], update)
-        back = _ids_of_streams(routes, mine, bag_lengths, batches[other], update)
+        back = _ids_of_streams(routes, own, bag_lengths, batches[other], update)
         ids = sum(there)
-        returned = sum(back[: mine.returned])
-        sums = mine.sums + mine.host_sums * near
-        rows = batches[other] * sums + _row_numbers(mine, back, (ROWS,))
+        returned = sum(back[: own.returned])
+        sums = own.sums + own.host_sums * near
+        rows = batches[other] * sums + _row_numbers(own, back, (ROWS,))
         gradients: float
         if routes.pooled:
             gradients = batches[rank] * (serving.gradient_columns + serving.host_sums * near)
         else:
             gradients = _row_numbers(serving, there, (ROWS, REPLICA) if update else (ROWS,))
         streams = len(serving.streams_for(update))
-        found.append(
+        to_ranks.append(
             Traffic(
                 headers=header,
                 ids=ids * routes.id_dtype.itemsize,
@@ -77,25 +77,25 @@ def predicted_bytes(
                 rows=rows * _NUMBER,
                 gradients=gradients * _NUMBER if update else 0,
                 weight_gradients=returned * _NUMBER if update and routes.weighted else 0,
-                local_rows=answered[other % each] * mine.host_sums * _NUMBER if same_host else 0,
-                local_gradients=answered[rank % each] * mine.host_sums * _NUMBER if same_host and update else 0,
+                local_rows=answered[other % each] * own.host_sums * _NUMBER if same_host else 0,
+                local_gradients=answered[rank % each] * own.host_sums * _NUMBER if same_host and update else 0,
             )
         )
-    return found
+    return to_ranks
 
 
 def _ids_of_streams(
     routes: Routes, serving: Serving, bag_lengths: Mapping[str, float], batch: int, update: bool
 ) -> list[float]:
     """Ids that a rank with `batch` samples sends for each stream of another."""
-    found = []
+    ids = []
     for stream in serving.streams_for(update):
         share = 1.0
         if stream.cut is not None:
             borders = routes.cuts[stream.cut].borders
             share = (borders[stream.bucket + 1] - borders[stream.bucket]) / borders[-1]
-        found.append(batch * bag_lengths[routes.lookups[stream.lookup][0]] * share)
-    return found
+        ids.append(batch * bag_lengths[routes.lookups[stream.lookup][0]] * share)
+    return ids
 
 
 def _row_numbers(serving: Serving, ids: Sequence[float], kinds: Sequence[str]) -> float:
