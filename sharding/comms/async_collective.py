@@ -102,13 +102,13 @@ def summed(
     """The sum over ranks, in their order, of what they send here: `sizes[r]` numbers go to rank r; of this `shape`."""
     if exchange.alone:
         return NoWait(values.reshape(shape))
-    mine = sizes[exchange.rank]
+    local = sizes[exchange.rank]
 
     def add(came: Tensor) -> Tensor:
-        parts = came.view(exchange.world_size, mine).unbind()
+        parts = came.view(exchange.world_size, local).unbind()
         return _in_order(parts).view(shape)
 
-    return exchanged(exchange, values, sizes, [mine] * exchange.world_size, add, codecs)
+    return exchanged(exchange, values, sizes, [local] * exchange.world_size, add, codecs)
 
 
 def _in_order(parts: Sequence[Tensor]) -> Tensor:

@@ -291,8 +291,8 @@ def _from_mx4(payload: Tensor, scales: Tensor) -> Tensor:
     size, odd = codes & 7, codes & 1
     # twice the value: 0 1 2 3, 4 6, 8 12
     twice = torch.where(size < 4, size, (odd + 2) << (size >> 1) >> 1).to(torch.float32)
-    found = torch.where(codes < 8, twice, -twice) * 0.5
-    return found * _power_of_two(scales.to(torch.int32))
+    values = torch.where(codes < 8, twice, -twice) * 0.5
+    return values * _power_of_two(scales.to(torch.int32))
 
 
 def mx4(*, row: int = MX4_ROW) -> Format:

@@ -60,7 +60,7 @@ def get_local_size(world_size: int | None = None) -> int:
 
 def number_in_environment(names: tuple[str, ...]) -> int | None:
     """The first of these variables that is a number."""
-    return next((int(said) for name in names if (said := os.environ.get(name, "")).isdecimal()), None)
+    return next((int(text) for name in names if (text := os.environ.get(name, "")).isdecimal()), None)
 
 
 def new_group(ranks: list[int], backend: str | None = None, *, members_only: bool = False) -> dist.ProcessGroup:
@@ -278,9 +278,9 @@ def get_local_rank(world_size: int | None = None, rank: int | None = None) -> in
 
     `world_size` and `rank` are those of the default process group unless given.
     """
-    size, said = get_local_size(world_size), number_in_environment(_LOCAL_RANK)
-    if said is not None and said < size:
-        return said
+    size, given = get_local_size(world_size), number_in_environment(_LOCAL_RANK)
+    if given is not None and given < size:
+        return given
     return (dist.get_rank() if rank is None else rank) % size
 
 
@@ -325,8 +325,8 @@ def cross_group(env: ShardingEnv) -> dist.ProcessGroup | None:
     if env.process_group is None:
         return None
     ranks = dist.get_process_group_ranks(env.process_group)
-    mine = ranks[env.rank % env.local_world_size :: env.local_world_size]
-    return new_group(mine, members_only=True)
+    own = ranks[env.rank % env.local_world_size :: env.local_world_size]
+    return new_group(own, members_only=True)
 
 
 def _group_of(rank: int, groups: list[list[int]], backend: str | None) -> dist.ProcessGroup | None:

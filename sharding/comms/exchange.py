@@ -136,8 +136,8 @@ class Exchange:
         data, data_sizes = coding.encode_blocks(send, list(send_sizes))
         came = [coding.encoded_bytes(size) for size in sizes]
         if flag is not None:
-            said = flag.view(torch.uint8)
-            data = torch.cat([part for block in torch.split(data, data_sizes) for part in (block, said)])
+            flag_bytes = flag.view(torch.uint8)
+            data = torch.cat([part for block in torch.split(data, data_sizes) for part in (block, flag_bytes)])
             data_sizes, came = [size + 4 for size in data_sizes], [size + 4 for size in came]
         pending = self.all_to_all(data, data_sizes, came, what=what)
         pending.decoding = _Decoding(coding, list(sizes), came, flag is not None)
@@ -178,10 +178,12 @@ class Exchange:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in () if self.alone else [t for t in tensors if t.numel()]:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        for dtype, mine in by_dtype.items():
+        for dtype, alike in by_dtype.items():
             wide = torch.float32 if dtype.itemsize < 4 else dtype
             # what is one piece of memory already needs no second one
-            packed = mine[0] if len(mine) == 1 and mine[0].is_contiguous() else torch.cat([t.flatten() for t in mine])
+            packed = (
+                alike[0] if len(alike) == 1 and alike[0].is_contiguous() else torch.cat([t.flatten() for t in alike])
+            )
             total = packed.detach().to(wide)
             self.calls += 1
             self.sent += total.numel() * total.element_size()
@@ -190,7 +192,7 @@ class Exchange:
             work = dist.all_reduce(alias.aliases[0], group=self._pg, async_op=True)
             Pending(total, work, alias, watch=self.watch, what=f"means{self.label}").wait()
             total.div_(self.world_size)
-            for tensor, part in zip(mine, torch.split(total.flatten(), [t.numel() for t in mine]), strict=True):
+            for tensor, part in zip(alike, torch.split(total.flatten(), [t.numel() for t in alike]), strict=True):
                 if tensor.data_ptr() != part.data_ptr():
                     tensor.copy_(part.view_as(tensor))
 

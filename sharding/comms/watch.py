@@ -290,9 +290,9 @@ class Watch:
 
     def _call_the_roll(self, store: Store) -> None:
         """Say where this rank is, hear the others, and know what happened."""
-        prefix, mine = self._rendezvous.prefix, self._status()
-        store.set(f"{prefix}/word{self.rank}", mine.encode())
-        statuses, end = {self.rank: mine}, time.monotonic() + self._roll_call_s()
+        prefix, own = self._rendezvous.prefix, self._status()
+        store.set(f"{prefix}/word{self.rank}", own.encode())
+        statuses, end = {self.rank: own}, time.monotonic() + self._roll_call_s()
         while len(statuses) < self.world_size and time.monotonic() < end:
             for rank in set(range(self.world_size)) - set(statuses):
                 if store.check([f"{prefix}/word{rank}"]):

@@ -47,21 +47,21 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 def tables_wait(model: nn.Module) -> Iterator[None]:
     """The half of `accumulate` that tables trained in the backward need; errors as there."""
     fused = fused_optimizers(model)
-    late = [name for one in fused if one.accumulation.is_whole for name in one.params]
+    late = [name for optimizer in fused if optimizer.accumulation.is_whole for name in optimizer.params]
     if late:
         raise RuntimeError(
             f"the gradients of tables {late} wait for the step of the last micro-batches: call step() of the model's"
             " fused_optimizer after them, or zero_grad() to drop them"
         )
     _require_no_dense_optimizer(model)
-    before = [one.accumulation.on for one in fused]
-    for one in fused:
-        one.accumulate_gradients()
+    before = [optimizer.accumulation.on for optimizer in fused]
+    for optimizer in fused:
+        optimizer.accumulate_gradients()
     try:
         yield
     finally:
-        for one, on in zip(fused, before, strict=True):
-            one.accumulate_gradients(on)
+        for optimizer, on in zip(fused, before, strict=True):
+            optimizer.accumulate_gradients(on)
 
 
 @contextmanager
@@ -77,13 +77,13 @@ def unreduced(model: nn.Module) -> Iterator[None]:
 
 def fused_optimizers(model: nn.Module) -> list[FusedOptimizer]:
     """The optimizers that tables of a model run in their backward, sharded or not."""
-    found: list[FusedOptimizer] = []
+    optimizers: list[FusedOptimizer] = []
     for module in model.modules():
         if isinstance(module, ShardedCollection):
-            found.append(module.fused_optimizer)
+            optimizers.append(module.fused_optimizer)
         elif isinstance(module, TableCollection):
-            found.append(module.fused_optimizer())
-    return found
+            optimizers.append(module.fused_optimizer())
+    return optimizers
 
 
 def _data_parallel_parts(model: nn.Module) -> list[DistributedDataParallel]:
@@ -92,7 +92,7 @@ def _data_parallel_parts(model: nn.Module) -> list[DistributedDataParallel]:
 
 def _require_no_dense_optimizer(model: nn.Module) -> None:
     collections = [module for module in model.modules() if isinstance(module, ShardedCollection | TableCollection)]
-    tables = {id(param) for one in collections for param in one.parameters()}
+    tables = {id(param) for fused in collections for param in fused.parameters()}
     marked = [
         name
         for name, param in model.named_parameters()
@@ -272,7 +272,7 @@ class GradientAccumulationWrapper(Generic[In, Out]):
                     stack.enter_context(tables_wait(self._model))
                 if is_unreduced:
                     stack.enter_context(unreduced(self._model))
-                found: Out = self._pipeline.progress(dataloader_iter)
+                output: Out = self._pipeline.progress(dataloader_iter)
         except StopIteration:
             optimizer.flush()
             raise
@@ -280,7 +280,7 @@ class GradientAccumulationWrapper(Generic[In, Out]):
         optimizer.advance_step()
         if is_last_batch:
             optimizer.flush()
-        return found
+        return output
 
     def reset(self) -> None:
         """Begin anew, and the pipeline with it if it can: gradients so far are dropped by the next micro-batch."""

@@ -101,8 +101,8 @@ class ShardedFusedOptimizer(FusedOptimizer):
             ]
 
         def fill() -> None:
-            for one in fills:
-                one()
+            for fill in fills:
+                fill()
 
         return fill
 

@@ -54,4 +54,4 @@ class RenewingIdMap(IdMap, Protocol):
 
 def id_ranges(id_maps: Mapping[str, IdMap]) -> dict[str, int | None]:
     """The ids of each mapped table that row shards divide; None where its rows must be on one rank."""
-    return {name: one.id_range if isinstance(one, RangedIdMap) else None for name, one in id_maps.items()}
+    return {name: id_map.id_range if isinstance(id_map, RangedIdMap) else None for name, id_map in id_maps.items()}

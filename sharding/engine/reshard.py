@@ -80,7 +80,7 @@ def reshard_by_plan(
                 shards += shards_of(name, changes[name], table.rows, table.dim, collection._env.world_size)
             else:
                 shards += collection.states.shards[name]
-        return shards, {name: options_of(one) for name, one in changes.items()}
+        return shards, {name: options_of(placement) for name, placement in changes.items()}
 
     _go_over(collection, chosen, resplit)
 
@@ -93,12 +93,12 @@ def changes_of(
     Raises:
         ValueError: it names no module of `paths`, or does not say which.
     """
-    if all(isinstance(one, ParameterSharding) for one in given.values()):
+    if all(isinstance(change, ParameterSharding) for change in given.values()):
         if path is None and len(paths) != 1:
             raise ValueError(f"say by sharded_module_fqn which module is resharded, the model has {sorted(paths)}")
         changes: dict[str, Any] = {paths[0] if path is None else path: (mebibytes(given), given)}
     else:
-        changes = dict(given) if path is None else {one: given[one] for one in given if one == path}
+        changes = dict(given) if path is None else {name: given[name] for name in given if name == path}
     if set(changes) - set(paths) or not changes:
         asked = sorted(changes) or path
         raise ValueError(
@@ -109,7 +109,12 @@ def changes_of(
 
 def mebibytes(plan: Mapping[str, ParameterSharding]) -> float:
     """The volume of tables in fp32, as TorchRec counts it."""
-    cuts = [shard.shard_sizes for one in plan.values() if one.sharding_spec for shard in one.sharding_spec.shards]
+    cuts = [
+        shard.shard_sizes
+        for placement in plan.values()
+        if placement.sharding_spec
+        for shard in placement.sharding_spec.shards
+    ]
     return sum(rows * cols for rows, cols in cuts) * 4 / 2**20
 
 
@@ -318,10 +323,10 @@ def _carry_steps(old: States, new: States, routes: Routes, exchange: Exchange, d
         ValueError: tables that would count together saw different numbers, and their rule reads it.
     """
     # host sync: a rank that gets a table cannot know its count
-    mine = [max([int(group.step) for _, group, _ in old.homes(name)], default=-1) for name in old.tables]
-    of_ranks = exchange.gather(mine, device) if mine else []
+    own_steps = [max([int(group.step) for _, group, _ in old.homes(name)], default=-1) for name in old.tables]
+    of_ranks = exchange.gather(own_steps, device) if own_steps else []
     # counts are never below -1
-    steps = dict(zip(old.tables, map(max, *of_ranks, [-1] * len(mine)), strict=True))
+    steps = dict(zip(old.tables, map(max, *of_ranks, [-1] * len(own_steps)), strict=True))
     for serving in routes.serving:
         for part in serving.groups:
             # tables that no feature looks up are never updated

@@ -105,9 +105,9 @@ class Division:
         assert self.places is not None
         places = self.places[self.ids_of_cut(cut)].long()
         # other cuts lie between the buckets of this one: what is before bucket k, less what of it is of this cut
-        columns, mine = len(self.given_lengths), self.counts_of_cut(cut)
+        columns, own = len(self.given_lengths), self.counts_of_cut(cut)
         starts = list(accumulate(self.sizes, initial=0))[self.columns[cut] : -1 : columns]  # [K]
-        shifts = list(map(sub, starts, accumulate(mine[:-1], initial=0)))  # [K]
+        shifts = list(map(sub, starts, accumulate(own[:-1], initial=0)))  # [K]
         # not blocking, since a blocking copy from the host would be a host sync
         numbers = torch.tensor([*starts[1:], *shifts], device="cpu").to(places.device, non_blocking=True)
         borders, moved = torch.split(numbers, [len(starts) - 1, len(shifts)])

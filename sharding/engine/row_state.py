@@ -86,7 +86,7 @@ class WholeRows:
         sizes = [0] * exchange.world_size
         for shards, owned in self._shared(by_place, exchange.rank):
             for rank in sorted({shard.rank for shard in shards} - {exchange.rank}):
-                parts[rank] += [_given(one).flatten() for one in owned]
+                parts[rank] += [_given(of_shard).flatten() for of_shard in owned]
                 rows = owned[0].rows.shape[0] * _copies(owned[0].group)
                 sizes[rank] += rows * sum(s.cols[1] - s.cols[0] for s in shards if s.rank == rank)
         flat = [tensor for part in parts for tensor in part]
@@ -96,10 +96,10 @@ class WholeRows:
         for shards, owned in self._shared(by_place, exchange.rank):
             pieces = []
             for shard in shards:
-                one = by_place.get((shard.table, shard.rows, shard.cols)) if shard.rank == exchange.rank else None
+                of_shard = by_place.get((shard.table, shard.rows, shard.cols)) if shard.rank == exchange.rank else None
                 width = shard.cols[1] - shard.cols[0]
-                if one is not None:
-                    pieces.append(_given(one))
+                if of_shard is not None:
+                    pieces.append(_given(of_shard))
                 else:
                     count = owned[0].rows.shape[0]
                     size = count * _copies(owned[0].group) * width
@@ -130,12 +130,12 @@ def touched_rows(group: TableGroup, part: Group, sums: Sequence[RowSums], frozen
     touched = []
     for number, shard in enumerate(part.shards):
         first, last = group.first_ids[number], group.first_ids[number] + group.tables[number].rows
-        for one in sums:
-            if one.segment.dim == group.tables[number].dim:
+        for segment_sums in sums:
+            if segment_sums.segment.dim == group.tables[number].dim:
                 # host sync on CUDA: where the ids of each shard begin
-                begin, end = torch.searchsorted(one.ids, one.ids.new_tensor([first, last])).tolist()
-                rows = one.rows[begin:end] - group.first_rows[number]
-                ids, gradient = one.ids[begin:end] - first, one.gradient[begin:end]
+                begin, end = torch.searchsorted(segment_sums.ids, segment_sums.ids.new_tensor([first, last])).tolist()
+                rows = segment_sums.rows[begin:end] - group.first_rows[number]
+                ids, gradient = segment_sums.ids[begin:end] - first, segment_sums.gradient[begin:end]
                 touched.append(Touched(group, number, shard, rows, ids, gradient, any(frozen[number : number + 1])))
     return touched
 
@@ -149,19 +149,19 @@ def _copies(group: TableGroup) -> int:
     return 1 if alone else 2 + rule.kinds.count("element")
 
 
-def _given(one: Touched) -> Tensor:
+def _given(touched: Touched) -> Tensor:
     """What a shard gives the others of its rows: [copies, U, w] fp32."""
-    gradient = one.gradient[None]
-    return torch.cat([gradient, _elements(one)]) if _copies(one.group) > 1 else gradient
+    gradient = touched.gradient[None]
+    return torch.cat([gradient, _elements(touched)]) if _copies(touched.group) > 1 else gradient
 
 
-def _elements(one: Touched) -> Tensor:
+def _elements(touched: Touched) -> Tensor:
     """Weights and element states of a shard's rows, [1 + states, U, w] fp32."""
-    assert one.group.optimizer is not None
-    kinds = rule_named(one.group.optimizer.rule).kinds
-    states = zip(_states(one.group, one.number), kinds, strict=True)
-    kept = [state[one.rows] for state, kind in states if kind == "element"]
-    return torch.stack([one.group.view(one.number)[one.rows].float(), *kept])
+    assert touched.group.optimizer is not None
+    kinds = rule_named(touched.group.optimizer.rule).kinds
+    states = zip(_states(touched.group, touched.number), kinds, strict=True)
+    kept = [state[touched.rows] for state, kind in states if kind == "element"]
+    return torch.stack([touched.group.view(touched.number)[touched.rows].float(), *kept])
 
 
 def _apply(whole: Tensor, owned: Sequence[Touched]) -> None:
@@ -174,8 +174,8 @@ def _apply(whole: Tensor, owned: Sequence[Touched]) -> None:
     # columns of others stay zeros where the rule does not look at them, and what it makes of them is not kept
     elements = whole[1:] if _copies(group) > 1 else whole.new_zeros(1 + kinds.count("element"), count, dim)
     if _copies(group) == 1:
-        for one in owned:
-            elements[:, :, slice(*one.shard.cols)] = _elements(one)
+        for touched in owned:
+            elements[:, :, slice(*touched.shard.cols)] = _elements(touched)
     weights, *moments = elements.contiguous().unbind()
     weights, element_states = weights.to(group.flat.dtype), iter(moments)
     states = [
@@ -195,11 +195,11 @@ def _apply(whole: Tensor, owned: Sequence[Touched]) -> None:
         [dim], flatten_segments([Segment(dim, 0, count, 0)]), spec.rule, group.hyper, guard, "sequence", spec.decay,
         None, group.seed, owned[0].ids,
     )  # fmt: skip
-    for one in owned:
-        columns = slice(*one.shard.cols)
-        group.view(one.number)[one.rows] = weights[:, columns]
-        for own_state, kind, state in zip(_states(group, one.number), kinds, states, strict=True):
-            own_state[one.rows] = state if kind == "row" else state[:, columns]
+    for touched in owned:
+        columns = slice(*touched.shard.cols)
+        group.view(touched.number)[touched.rows] = weights[:, columns]
+        for own_state, kind, state in zip(_states(group, touched.number), kinds, states, strict=True):
+            own_state[touched.rows] = state if kind == "row" else state[:, columns]
 
 
 def _states(group: TableGroup, number: int) -> list[Tensor]:

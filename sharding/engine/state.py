@@ -129,13 +129,13 @@ class States:
 
 def shards_by_table(routes: Routes) -> dict[str, list[Shard]]:
     """The shards of each table that are not empty, by columns and rows."""
-    found: dict[str, list[Shard]] = {table.name: [] for table in routes.tables}
+    by_table: dict[str, list[Shard]] = {table.name: [] for table in routes.tables}
     for rank, serving in enumerate(routes.serving):
         for group in (*serving.groups, *routes.dense):
             for shard in group.shards:
                 if not _is_empty(shard):
-                    found[shard.table].append(replace(shard, rank=rank))
-    return {name: sorted(shards, key=lambda s: (s.cols, s.rows, s.rank)) for name, shards in found.items()}
+                    by_table[shard.table].append(replace(shard, rank=rank))
+    return {name: sorted(shards, key=lambda s: (s.cols, s.rows, s.rank)) for name, shards in by_table.items()}
 
 
 def _is_empty(shard: Shard) -> bool:
@@ -266,12 +266,12 @@ def check_weights(
     Raises:
         ValueError: as `take`.
     """
-    found, states = {}, collection.states
+    fills, states = {}, collection.states
     for name in states.tables:
         key = f"{prefix}{collection.parameter_name(name)}"
         if key in state_dict:
-            found[name] = take(f"table {name!r} ({key})", states.weight(name), state_dict[key], states.env)
-    return found
+            fills[name] = take(f"table {name!r} ({key})", states.weight(name), state_dict[key], states.env)
+    return fills
 
 
 @dataclass(frozen=True)
@@ -301,30 +301,30 @@ def take(what: str, value: Value, given: Any, env: ShardingEnv, *, resplit: str 
         if math.prod(value.size) == 1 and isinstance(given, int | float):
             return lambda: _fill(value, [(value.local[0][0].box, torch.full(value.size, given))])
         raise ValueError(f"{what} is a tensor of shape {value.size}, loaded {type(given).__name__}")
-    found = _given(given, env)
-    if found.size != value.size:
-        if value.rows is None or found.size != (value.rows,) or not found.is_whole:
-            raise ValueError(f"{what} has shape {value.size}, loaded {found.size}")
+    loaded = _given(given, env)
+    if loaded.size != value.size:
+        if value.rows is None or loaded.size != (value.rows,) or not loaded.is_whole:
+            raise ValueError(f"{what} has shape {value.size}, loaded {loaded.size}")
         if not value.alike and resplit != "mean":
             raise ValueError(
                 f"{what} has a number for each row and column block, {value.size}, loaded one for each whole row,"
-                f" {found.size}: set resplit = 'mean' on the optimizer to give each block that number, or shard by"
+                f" {loaded.size}: set resplit = 'mean' on the optimizer to give each block that number, or shard by"
                 " row_state='table'"
             )
-        whole = found.local[0][1]
+        whole = loaded.local[0][1]
         shifts = range(0, value.size[0], value.rows)
-        return lambda: _fill(value, [(((at, at + found.size[0]),), whole) for at in shifts])
-    pieces = found.pieces
+        return lambda: _fill(value, [(((at, at + loaded.size[0]),), whole) for at in shifts])
+    pieces = loaded.pieces
     wanted = value.pieces if pieces is not None else [piece for piece, _ in value.local]
     for piece in wanted:
-        have = [box for box, _ in found.local] if pieces is None else [p.box for p in pieces if p.rank == piece.rank]
+        have = [box for box, _ in loaded.local] if pieces is None else [p.box for p in pieces if p.rank == piece.rank]
         if sum(volume(overlap(piece.box, box)) for box in have) < volume(piece.box):
             raise ValueError(
                 f"{what}: rank {piece.rank} needs {_text(piece.box)} and has {[_text(box) for box in have]} of what is"
                 " loaded, which another plan cut: torch.distributed.checkpoint saves and loads across plans, and so"
                 " does a tensor of the whole"
             )
-    return lambda: _fill(value, found.local)
+    return lambda: _fill(value, loaded.local)
 
 
 @torch.no_grad()
@@ -341,21 +341,23 @@ def _given(given: Any, env: ShardingEnv) -> _Given:
     if not hasattr(given, "local_shards"):
         return _Given(tuple(given.shape), local)
     ranks = [0] if env.process_group is None else dist.get_process_group_ranks(env.process_group)
-    size, told = tuple(given.metadata().size), given.metadata().shards_metadata
-    placed = [(one.placement.rank(), box_of(one.shard_offsets, one.shard_sizes)) for one in told]
+    size, shards = tuple(given.metadata().size), given.metadata().shards_metadata
+    placed = [(shard.placement.rank(), box_of(shard.shard_offsets, shard.shard_sizes)) for shard in shards]
     return _Given(size, local, [Piece(ranks.index(rank), box) for rank, box in placed if rank in ranks])
 
 
 def local_pieces(value: Any) -> list[tuple[Box, Tensor]]:
     """This rank's pieces of a ShardedTensor or a DTensor, and where they lie; any other tensor is whole."""
     if hasattr(value, "local_shards"):
-        return [(box_of(one.metadata.shard_offsets, one.tensor.shape), one.tensor) for one in value.local_shards()]
+        return [
+            (box_of(piece.metadata.shard_offsets, piece.tensor.shape), piece.tensor) for piece in value.local_shards()
+        ]
     if not hasattr(value, "to_local"):
         return [(tuple((0, n) for n in value.shape), value)]
     here = value.to_local()
     if hasattr(here, "local_shards"):
         places = zip(here.local_offsets(), here.local_shards(), strict=True)
-        return [(box_of(offset, one.shape), one) for offset, one in places]
+        return [(box_of(offset, piece.shape), piece) for offset, piece in places]
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)

@@ -279,8 +279,8 @@ class PooledWire(Wire):
         self._host_sums = [serving.host_sums * is_near for serving, is_near in pairs]
         self._columns_from = list(map(add, self._sums, self._host_sums))
         self._row_groups = [(r, serving.row_groups) for r, serving in enumerate(routes.serving) if serving.row_groups]
-        mine = routes.serving[rank]
-        self._gradient_columns, self._gradient_host_columns = mine.gradient_columns, mine.host_sums
+        own = routes.serving[rank]
+        self._gradient_columns, self._gradient_host_columns = own.gradient_columns, own.host_sums
         self._near = [other for other, is_near in enumerate(near) if is_near]
 
     def pack_rows(self, step: Step, rows: Mapping[int, Tensor]) -> tuple[Tensor, list[int]]:

@@ -54,11 +54,11 @@ def get_default_sharders() -> list[ModuleSharder[Any]]:
 
 def sharder_of(module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> ModuleSharder[Any] | None:
     """The first sharder for the module's exact class, or None; a class that only derives from one warns."""
-    found = next((one for one in sharders if one.module_type is type(module)), None)
-    near = [one for one in sharders if isinstance(module, one.module_type)]
-    if found is None and near:
+    exact = next((sharder for sharder in sharders if sharder.module_type is type(module)), None)
+    near = [sharder for sharder in sharders if isinstance(module, sharder.module_type)]
+    if exact is None and near:
         warnings.warn(f"{_derived(module, near[0])}; it is not sharded", stacklevel=2)
-    return found
+    return exact
 
 
 def require_sharder(module: nn.Module, sharder: ModuleSharder[Any] | None = None) -> ModuleSharder[Any]:
@@ -70,15 +70,15 @@ def require_sharder(module: nn.Module, sharder: ModuleSharder[Any] | None = None
     if sharder is not None:
         require_type(sharder, module)
         return sharder
-    near = [one for one in get_default_sharders() if isinstance(module, one.module_type)]
-    found = next((one for one in near if one.module_type is type(module)), None)
-    if found is None:
+    near = [candidate for candidate in get_default_sharders() if isinstance(module, candidate.module_type)]
+    exact = next((candidate for candidate in near if candidate.module_type is type(module)), None)
+    if exact is None:
         raise TypeError(
             _derived(module, near[0])
             if near
             else f"{type(module).__name__} holds no tables: expected a collection, or a sharder for it"
         )
-    return found
+    return exact
 
 
 def _derived(module: nn.Module, near: ModuleSharder[Any]) -> str:

@@ -199,6 +199,6 @@ def _collection_of(module: nn.EmbeddingBag) -> EmbeddingBagCollection:
     )  # fmt: skip
     # sums may come with weights, so all of them do: a batch without gets ones
     weighted, policy = module.mode == "sum", LookupPolicy(output_dtype=dtype)
-    found = EmbeddingBagCollection([table], weighted, "meta", policy=policy)
-    found.embedding_bags[_WEIGHT].register_parameter("weight", dict(module.named_parameters())["weight"])
-    return found.train(module.training)
+    collection = EmbeddingBagCollection([table], weighted, "meta", policy=policy)
+    collection.embedding_bags[_WEIGHT].register_parameter("weight", dict(module.named_parameters())["weight"])
+    return collection.train(module.training)

@@ -71,8 +71,8 @@ def find_places(
     env_of: Callable[[type[nn.Module]], ShardingEnv],
 ) -> list[Place]:
     """What is to be sharded in `module`, each module once."""
-    found = find_modules(module, sharders, plan)
-    return [Place(paths, one, sharder, env_of(type(one))) for paths, one, sharder in found]
+    modules = find_modules(module, sharders, plan)
+    return [Place(paths, submodule, sharder, env_of(type(submodule))) for paths, submodule, sharder in modules]
 
 
 def find_modules(
@@ -80,11 +80,11 @@ def find_modules(
 ) -> list[tuple[tuple[str, ...], nn.Module, ModuleSharder[Any]]]:
     """The modules in `module` that have a sharder: all paths of each, the module, what shards it."""
     paths: dict[int, list[str]] = {}
-    found: dict[int, tuple[nn.Module, ModuleSharder[Any]]] = {}
-    for path, one, sharder in _walk(module, sharders, plan, "", {}):
-        paths.setdefault(id(one), []).append(path)
-        found[id(one)] = one, sharder
-    return [(tuple(paths[number]), one, sharder) for number, (one, sharder) in found.items()]
+    by_id: dict[int, tuple[nn.Module, ModuleSharder[Any]]] = {}
+    for path, submodule, sharder in _walk(module, sharders, plan, "", {}):
+        paths.setdefault(id(submodule), []).append(path)
+        by_id[id(submodule)] = submodule, sharder
+    return [(tuple(paths[number]), submodule, sharder) for number, (submodule, sharder) in by_id.items()]
 
 
 def _walk(
@@ -207,13 +207,13 @@ def facts_of_tables(module: nn.Module, sharder: ModuleSharder[Any], path: str = 
     """What all ranks must share of a module: its sharder and the configs of its tables, in their order."""
     inside = f" of module {path!r}" if path else ""
     configs = tables_in(module)
-    found = {
+    facts = {
         f"sharder{inside}": type(sharder).__name__,
         f"tables{inside}": str([config.name for config in configs]),
     }
     for config in configs:
-        found |= facts_of(config, f"table {config.name!r}{inside}")
-    return found
+        facts |= facts_of(config, f"table {config.name!r}{inside}")
+    return facts
 
 
 def _cuts_of(place: Place, plan: ShardingPlan, partial: bool) -> dict[str, str]:
@@ -251,14 +251,14 @@ def plan_cuts(
     require_tables(of_module, params)
     if not isinstance(sharder, BaseEmbeddingSharder):
         return {"plan": str(EmbeddingModuleShardingPlan(of_module)._serialize())}
-    found: dict[str, str] = {}
+    cuts: dict[str, str] = {}
     with warnings.catch_warnings():
         # they are given where the module is sharded
         warnings.simplefilter("ignore")
         for name, param in params.items():
-            found |= facts_of_shards(shards_of(name, of_module[name], param.shape[0], param.shape[1], world_size))
-            found |= facts_of(options_of(of_module[name]), f"table {name!r}")
-    return found
+            cuts |= facts_of_shards(shards_of(name, of_module[name], param.shape[0], param.shape[1], world_size))
+            cuts |= facts_of(options_of(of_module[name]), f"table {name!r}")
+    return cuts
 
 
 def _device_types(group: dist.ProcessGroup | None) -> list[str]:

@@ -139,8 +139,8 @@ class FedPipeline(TrainPipeline[In, Out]):
         return self._model.training
 
     def _model_fwd(self, batch: In) -> tuple[Tensor, Out]:
-        found: Any = self._model(batch) if self._custom_model_fwd is None else self._custom_model_fwd(batch)
-        return found  # type: ignore[no-any-return]
+        output: Any = self._model(batch) if self._custom_model_fwd is None else self._custom_model_fwd(batch)
+        return output  # type: ignore[no-any-return]
 
 
 class TrainPipelineBase(FedPipeline[In, Out]):

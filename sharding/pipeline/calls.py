@@ -217,32 +217,32 @@ class Calls:
         self._known[mode] = self._agreed(self._found(seen, batch))
 
     def _found(self, seen: list[ModuleCall], batch: Any) -> list[Call]:
-        found: list[Call] = []
+        calls: list[Call] = []
         numbers: dict[str, int] = {}
-        for one in seen:
-            number = numbers[one.name] = numbers.get(one.name, -1) + 1
-            source: Path | Preparation | None = _path_to(one.features, batch, _DEPTH, set())
+        for seen_call in seen:
+            number = numbers[seen_call.name] = numbers.get(seen_call.name, -1) + 1
+            source: Path | Preparation | None = _path_to(seen_call.features, batch, _DEPTH, set())
             why = "its input is not a part of the batch"
-            if isinstance(one.features, Tensor):
+            if isinstance(seen_call.features, Tensor):
                 why = "it takes tensors, not a KeyedJaggedTensor"
             elif source is None and self._prepares:
                 try:
-                    source = prepare(get_unwrapped_module(self._model), one.name, number)
+                    source = prepare(get_unwrapped_module(self._model), seen_call.name, number)
                 except Exception as error:
                     why += f", and what makes it of the batch cannot run ahead: {error}"
             elif source is None:
                 why += ": pipeline_postproc=True runs ahead what makes it, if that is possible"
             if source is None:
-                self._warn(one.name, why)
+                self._warn(seen_call.name, why)
             else:
-                found.append(Call(one.name, one.module, source, one.grad))
-        return found
+                calls.append(Call(seen_call.name, seen_call.module, source, seen_call.grad))
+        return calls
 
     def _agreed(self, calls: list[Call]) -> list[Call]:
         """The calls if they are the same on all ranks."""
-        mine = zlib.crc32("\n".join(map(str, calls)).encode())
+        checksum = zlib.crc32("\n".join(map(str, calls)).encode())
         # host sync, once: whether all ranks will send the same ahead
-        if all(theirs == [mine] for theirs in self._exchange.gather([mine], self._device)):
+        if all(theirs == [checksum] for theirs in self._exchange.gather([checksum], self._device)):
             return calls
         self._warn("", "ranks call them with different parts of their batches")
         return []

@@ -131,12 +131,12 @@ class Feed(Generic[In]):
 
 def exchange_of(model: nn.Module, device: torch.device) -> tuple[Exchange, torch.device]:
     """An exchange between all ranks that train a model, and the device whose tensors it takes."""
-    found: Any = None
+    group: Any = None
     for module in model.modules():
         if isinstance(getattr(module, "_env", None), ShardingEnv):
             env: ShardingEnv = module._env  # type: ignore[assignment]
             on_device = module.device if isinstance(module, ShardedCollection) else device
             return Exchange(env.data_parallel_group), on_device
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            found = module.process_group
-    return Exchange(found), device
+            group = module.process_group
+    return Exchange(group), device
