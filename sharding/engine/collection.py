@@ -137,7 +137,7 @@ class ExchangedLookup(torch.autograd.Function):
         return None, None, None, *of_weights
 
 
-class ShardedCollection(nn.Module, ShardedModule):
+class ShardedCollection(nn.Module, ShardedModule[Step]):
     """The engine: holds this rank's tables, and answers a batch together with the other ranks.
 
     Parameters keep the names of the unsharded module; a table of another rank is an empty parameter.

@@ -8,65 +8,73 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from ..comms.awaitable import Awaitable, LazyAwaitable
-from .step import Step
+from ..comms.awaitable import Awaitable
+
+S = TypeVar("S")
 
 
 class StepContext:
     """What belongs to one step of one module; `step` once its ids have arrived."""
 
     def __init__(self) -> None:
-        self.step: Step | None = None
+        self.step: Any = None
 
 
-class SizesAwaitable(Awaitable[Awaitable[Step]]):
+class SizesAwaitable(Awaitable[Awaitable[S]]):
     """Sizes of all ranks that are on their way; the ids leave once they are here."""
 
-    def __init__(self, module: ShardedModule, step: Step, ctx: StepContext) -> None:
+    def __init__(self, module: ShardedModule[S], step: S, ctx: StepContext) -> None:
         super().__init__()
         self._module, self._step, self._ctx = module, step, ctx
 
-    def _wait_impl(self) -> Awaitable[Step]:
+    def _wait_impl(self) -> Awaitable[S]:
         self._module.send_ids(self._step)
         return IdsAwaitable(self._module, self._step, self._ctx)
 
 
-class IdsAwaitable(Awaitable[Step]):
+class IdsAwaitable(Awaitable[S]):
     """Ids of all ranks that are on their way."""
 
-    def __init__(self, module: ShardedModule, step: Step, ctx: StepContext) -> None:
+    def __init__(self, module: ShardedModule[S], step: S, ctx: StepContext) -> None:
         super().__init__()
         self._module, self._step, self._ctx = module, step, ctx
 
-    def _wait_impl(self) -> Step:
+    def _wait_impl(self) -> S:
         self._module.receive_ids(self._step)
         self._ctx.step = self._step
         return self._step
 
 
-class ShardedModule(abc.ABC):
-    """A module whose tables lie on several ranks: the stages of its step."""
+class ShardedModule(abc.ABC, Generic[S]):
+    """A module whose tables lie on several ranks, and the stages of its step.
+
+    S is a step under way: a `Step`, or one for each part of a module that holds several.
+    """
 
     @abc.abstractmethod
-    def start(self, features: Any) -> Step:
+    def start(self, *input: Any, **kwargs: Any) -> S:
         """Route this rank's batch and tell all ranks its sizes."""
 
     @abc.abstractmethod
-    def send_ids(self, step: Step) -> None:
+    def send_ids(self, step: S) -> None:
         """Wait for the sizes of all ranks, and send ids."""
 
     @abc.abstractmethod
-    def receive_ids(self, step: Step) -> None:
+    def receive_ids(self, step: S) -> None:
         """Wait for the ids of all ranks."""
 
     @abc.abstractmethod
-    def look_up(self, step: Step) -> None:
+    def prefetch(self, step: S) -> bool:
+        """Bring the rows of a batch whose ids are here into their slots; False where there is no room yet."""
+
+    @abc.abstractmethod
+    def look_up(self, step: S) -> None:
         """Find rows and send them off."""
 
     @abc.abstractmethod
-    def output_dist(self, ctx: StepContext, output: Step) -> LazyAwaitable[Any]:
+    def output_dist(self, ctx: StepContext, output: S) -> Any:
         """The result, which waits for the rows of other ranks when it is used."""
 
     @abc.abstractmethod
@@ -77,19 +85,19 @@ class ShardedModule(abc.ABC):
         """For one step."""
         return StepContext()
 
-    def input_dist(self, ctx: StepContext, features: Any) -> Awaitable[Awaitable[Step]]:
+    def input_dist(self, ctx: StepContext, *input: Any, **kwargs: Any) -> Awaitable[Awaitable[S]]:
         """Send the batch's sizes: the first wait is for those of all ranks, and sends ids; the second is for ids.
 
-        Raises nothing; the first wait raises as `begin`.
+        Raises nothing; the first wait raises as the module's forward.
         """
-        return SizesAwaitable(self, self.start(features), ctx)
+        return SizesAwaitable(self, self.start(*input, **kwargs), ctx)
 
-    def compute(self, ctx: StepContext, dist_input: Step) -> Step:
+    def compute(self, ctx: StepContext, dist_input: S) -> S:
         """Look up what all ranks asked this one for, and send the rows off."""
         self.look_up(dist_input)
         return dist_input
 
-    def compute_and_output_dist(self, ctx: StepContext, input: Step) -> LazyAwaitable[Any]:
+    def compute_and_output_dist(self, ctx: StepContext, input: S) -> Any:
         """Both."""
         return self.output_dist(ctx, self.compute(ctx, input))
 

@@ -30,6 +30,7 @@ from ..comms.awaitable import LazyAwaitable
 from ..comms.env import ShardingEnv, ShardingEnv2D
 from ..engine.collection import ShardedCollection
 from ..engine.id_map import Renewal
+from ..engine.stages import ShardedModule, StepContext
 from ..engine.state import (
     Piece,
     Value,
@@ -38,7 +39,7 @@ from ..engine.state import (
 )
 from ..plan.module_sharder import ModuleSharder, require_type
 from ..plan.plan import ParameterSharding, ShardingType
-from .nested import _Nested, _sharder_of
+from .nested import Nested, _sharder_of
 from .sharders import BaseEmbeddingSharder, CollectionSharder, EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 
 # of a module's state, what is not a number per slot
@@ -225,7 +226,7 @@ class ShardedManagedCollisionCollection(nn.Module):
                 yield table, f"_managed_collision_modules.{table}.{name}", self.value(table, name)
 
 
-class ShardedManagedCollisionEmbeddings(_Nested):
+class ShardedManagedCollisionEmbeddings(Nested):
     """A managed collision embedding (bag) collection whose tables and maps are sharded: same inputs and names.
 
     Its output is a pair too: what is to come, and None.
@@ -246,13 +247,27 @@ class ShardedManagedCollisionEmbeddings(_Nested):
         self, features: KeyedJaggedTensor | Exception, mutate_miss_lengths: bool = True
     ) -> tuple[LazyAwaitable[Any], None]:
         """Look this rank's batch up, together with the other ranks. Raises as `ShardedCollection.begin`."""
-        if not isinstance(features, Exception):
-            try:
-                features = self._managed_collision_collection.preprocess(features)
-            except Exception as error:
-                # in the place of the batch, so that no rank waits for this one
-                features = error
-        return self._embedding_module(features), None
+        return self._embedding_module(self._preprocessed(features)), None
+
+    def _preprocessed(self, features: KeyedJaggedTensor | Exception) -> KeyedJaggedTensor | Exception:
+        # an error takes the place of the batch, so that no rank waits for this one
+        if isinstance(features, Exception):
+            return features
+        try:
+            return self._managed_collision_collection.preprocess(features)
+        except Exception as error:
+            return error
+
+    def _parts(self) -> list[ShardedModule[Any]]:
+        return [self._embedding_module]
+
+    def start(self, features: KeyedJaggedTensor | Exception) -> list[Any]:
+        """Route this rank's batch and tell all ranks its sizes; its ids find their slots where their table is."""
+        return super().start(self._preprocessed(features))
+
+    def output_dist(self, ctx: StepContext, output: list[Any]) -> tuple[LazyAwaitable[Any], None]:
+        """What is to come, and None."""
+        return super().output_dist(ctx, output), None
 
 
 class ShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisionEmbeddings):

@@ -6,8 +6,9 @@ interactions run there too, once the rows have come. Both are ordinary layers, d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,10 @@ from shardwise.embeddings import (
 )
 from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 
+from ..comms.awaitable import LazyAwaitable
 from ..comms.env import ShardingEnv
+from ..engine.collection import ShardedCollection
+from ..engine.stages import ShardedModule, StepContext
 from ..plan.module_sharder import ModuleSharder, require_tables, require_type
 from ..plan.plan import ParameterSharding
 from .sharders import (
@@ -37,18 +41,70 @@ from .sharders import (
 )
 
 
-class _Nested(nn.Module):
-    """A module of which a part is sharded."""
+class Nested(nn.Module, ShardedModule[list[Any]]):
+    """A module of which parts are sharded: its stages are theirs, part after part, on every rank in the same order."""
 
-    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+    @abc.abstractmethod
+    def _parts(self) -> list[ShardedModule[Any]]:
+        """What is sharded of it."""
+
+    def start(self, features: KeyedJaggedTensor | Exception) -> list[Any]:
+        """Route this rank's batch and tell all ranks its sizes."""
+        return [part.start(features) for part in self._parts()]
+
+    def send_ids(self, step: list[Any]) -> None:
+        """Wait for the sizes of all ranks, and send ids. Raises as `forward`, after all parts did what they can."""
+        failure: Exception | None = None
+        for part, of_part in zip(self._parts(), step, strict=True):
+            try:
+                part.send_ids(of_part)
+            except Exception as error:
+                # on all ranks: the other parts' sizes are on their way, and all take them
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def receive_ids(self, step: list[Any]) -> None:
+        """Wait for the ids of all ranks."""
+        for part, of_part in zip(self._parts(), step, strict=True):
+            part.receive_ids(of_part)
+
+    def prefetch(self, step: list[Any]) -> bool:
+        """Bring the rows of a batch whose ids are here into their slots; False where there is no room yet."""
+        there = [part.prefetch(of_part) for part, of_part in zip(self._parts(), step, strict=True)]
+        return all(there)
+
+    def look_up(self, step: list[Any]) -> None:
+        """Find rows and send them off."""
+        for part, of_part in zip(self._parts(), step, strict=True):
+            part.look_up(of_part)
+
+    def output_dist(self, ctx: StepContext, output: list[Any]) -> Any:
+        """The result, which waits for the rows of other ranks when it is used."""
+        (part,), (of_part,) = self._parts(), output
+        return part.output_dist(ctx, of_part)
+
+    def fused_parameter_names(self) -> list[str]:
         """Parameters that the backward trains or that other ranks hold."""
-        for name, child in self.named_modules(prefix=prefix):
-            fused = getattr(child, "fused_parameter_names", None)
-            if fused is not None:
-                yield from (f"{name}.{param}" for param in fused())
+        collections = [(name, child) for name, child in self.named_modules() if isinstance(child, ShardedCollection)]
+        return [f"{name}.{param}" for name, child in collections for param in child.fused_parameter_names()]
 
 
-class ShardedFeatureProcessedEmbeddingBagCollection(_Nested):
+class TowerAwaitable(LazyAwaitable[Tensor]):
+    """What towers make of rows that are on their way: [B, sum of N_i]."""
+
+    awaited_type = Tensor
+
+    def __init__(self, interactions: Sequence[nn.Module], rows: Sequence[Any]) -> None:
+        super().__init__()
+        self._interactions, self._rows = interactions, rows
+
+    def _wait_impl(self) -> Tensor:
+        outputs = [interact(rows) for interact, rows in zip(self._interactions, self._rows, strict=True)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+class ShardedFeatureProcessedEmbeddingBagCollection(Nested):
     """A `FeatureProcessedEmbeddingBagCollection` whose collection is sharded: same inputs, outputs and names.
 
     Args:
@@ -70,6 +126,13 @@ class ShardedFeatureProcessedEmbeddingBagCollection(_Nested):
         """
         return self._embedding_bag_collection(self._processed(features))  # type: ignore[no-any-return]
 
+    def _parts(self) -> list[ShardedModule[Any]]:
+        return [cast(ShardedCollection, self._embedding_bag_collection)]
+
+    def start(self, features: KeyedJaggedTensor | Exception) -> list[Any]:
+        """Process this rank's batch, route it and tell all ranks its sizes."""
+        return super().start(self._processed(features))
+
     def _processed(self, features: KeyedJaggedTensor | Exception) -> KeyedJaggedTensor | Exception:
         # an error takes the place of the batch, so that no rank waits for this one
         if isinstance(features, Exception):
@@ -87,7 +150,7 @@ class ShardedFeatureProcessedEmbeddingBagCollection(_Nested):
         return processed
 
 
-class ShardedEmbeddingTower(_Nested):
+class ShardedEmbeddingTower(Nested):
     """An `EmbeddingTower` whose embedding module is sharded: same inputs, outputs and names."""
 
     def __init__(self, module: EmbeddingTower, embedding: nn.Module) -> None:
@@ -99,8 +162,15 @@ class ShardedEmbeddingTower(_Nested):
         """Look this rank's batch up, together with the other ranks, and interact: [B, N]."""
         return self.interaction(self.embedding(*args, **kwargs))  # type: ignore[no-any-return]
 
+    def _parts(self) -> list[ShardedModule[Any]]:
+        return [cast(ShardedCollection, self.embedding)]
 
-class ShardedEmbeddingTowerCollection(_Nested):
+    def output_dist(self, ctx: StepContext, output: list[Any]) -> TowerAwaitable:
+        """What the tower makes of its rows, when it is used."""
+        return TowerAwaitable([self.interaction], [super().output_dist(ctx, output)])
+
+
+class ShardedEmbeddingTowerCollection(Nested):
     """An `EmbeddingTowerCollection` whose towers are sharded: same inputs, outputs and names."""
 
     def __init__(self, module: EmbeddingTowerCollection, towers: list[ShardedEmbeddingTower]) -> None:
@@ -116,16 +186,38 @@ class ShardedEmbeddingTowerCollection(_Nested):
         Raises:
             ValueError: `features` or `weighted_features` are missing on a rank where a tower takes them; on all ranks.
         """
-        outputs = []
-        for i, (tower, wanted) in enumerate(zip(self.towers, self._input_params, strict=True)):
-            inputs: list[KeyedJaggedTensor | Exception] = []
-            given = {"features": features, "weighted_features": weighted_features}
+        inputs = self._inputs(features, weighted_features)
+        return torch.cat([tower(*of_tower) for tower, of_tower in zip(self.towers, inputs, strict=True)], dim=1)
+
+    def _inputs(
+        self, features: KeyedJaggedTensor | None, weighted_features: KeyedJaggedTensor | None
+    ) -> list[list[KeyedJaggedTensor | Exception]]:
+        """What each tower takes; an error in the place of what is missing."""
+        given = {"features": features, "weighted_features": weighted_features}
+        inputs: list[list[KeyedJaggedTensor | Exception]] = []
+        for i, wanted in enumerate(self._input_params):
+            inputs.append([])
             for (name, batch), is_wanted in zip(given.items(), wanted, strict=True):
                 if is_wanted:
                     missing = ValueError(f"tower {i} takes {name}: give them to forward")
-                    inputs.append(missing if batch is None else batch)
-            outputs.append(tower(*inputs))
-        return torch.cat(outputs, dim=1)
+                    inputs[i].append(missing if batch is None else batch)
+        return inputs
+
+    def _parts(self) -> list[ShardedModule[Any]]:
+        return [cast(ShardedEmbeddingTower, tower) for tower in self.towers]
+
+    def start(  # type: ignore[override]
+        self, features: KeyedJaggedTensor | None = None, weighted_features: KeyedJaggedTensor | None = None
+    ) -> list[Any]:
+        """Route each tower's batch and tell all ranks its sizes."""
+        inputs = self._inputs(features, weighted_features)
+        return [part.start(*of_part) for part, of_part in zip(self._parts(), inputs, strict=True)]
+
+    def output_dist(self, ctx: StepContext, output: list[Any]) -> TowerAwaitable:
+        """What the towers make of their rows side by side, when it is used."""
+        towers = [cast(ShardedEmbeddingTower, tower) for tower in self.towers]
+        rows = [Nested.output_dist(tower, ctx, of_tower) for tower, of_tower in zip(towers, output, strict=True)]
+        return TowerAwaitable([tower.interaction for tower in towers], rows)
 
 
 class FeatureProcessedEmbeddingBagCollectionSharder(CollectionSharder[FeatureProcessedEmbeddingBagCollection]):

@@ -36,7 +36,12 @@ class BaseForward(Generic[Context]):
     """
 
     def __init__(
-        self, name: str, args: CallArgs, module: ShardedModule, context: Context, stream: torch.Stream | None = None
+        self,
+        name: str,
+        args: CallArgs,
+        module: ShardedModule[Any],
+        context: Context,
+        stream: torch.Stream | None = None,
     ) -> None:
         self._name, self._args, self._module, self._context, self._stream = name, args, module, context, stream
 
@@ -88,7 +93,8 @@ class PipelinedForward(BaseForward[TrainPipelineContext]):
         ctx, request = self._take(self._context.input_dist_tensors_requests, self._context.module_contexts)
         with on(self._stream):
             arrived = request.wait()
-        return self._module.compute_and_output_dist(ctx, self._here(arrived))
+        result: LazyAwaitable[Any] = self._module.compute_and_output_dist(ctx, self._here(arrived))
+        return result
 
 
 class PrefetchPipelinedForward(BaseForward[PrefetchTrainPipelineContext]):
@@ -98,7 +104,7 @@ class PrefetchPipelinedForward(BaseForward[PrefetchTrainPipelineContext]):
         self,
         name: str,
         args: CallArgs,
-        module: ShardedModule,
+        module: ShardedModule[Any],
         context: PrefetchTrainPipelineContext,
         prefetch_stream: torch.Stream | None = None,
     ) -> None:
@@ -111,7 +117,8 @@ class PrefetchPipelinedForward(BaseForward[PrefetchTrainPipelineContext]):
     def _look_up(self) -> LazyAwaitable[Any]:
         taken = self._context.module_input_post_prefetch, self._context.module_contexts_post_prefetch
         ctx, arrived = self._take(*taken)
-        return self._module.compute_and_output_dist(ctx, self._here(arrived))
+        result: LazyAwaitable[Any] = self._module.compute_and_output_dist(ctx, self._here(arrived))
+        return result
 
 
 class PrefetchEmbeddingPipelinedForward(PrefetchPipelinedForward):

@@ -202,6 +202,64 @@ def faults(kind: str) -> list[str]:
     return found
 
 
+def by_stages(kind: str) -> tuple[bool, list[str], list[str]]:
+    """Whether stages that are called one by one train to a forward's bits, and what a bad batch of rank 1 raises."""
+    (plain, _), (net, _) = wrapped(kind), wrapped(kind)
+    module: Any = net.nested
+
+    class Staged(nn.Module):
+        """Takes the place of the module's forward, with a batch that is routed and one whose sizes are under way."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.under_way: list[tuple[Any, Any]] = []
+
+        def start(self, step: int) -> None:
+            ctx = module.create_context()
+            self.under_way.append((ctx, module.input_dist(ctx, *batch_of(kind, step, share(SAMPLES)))))
+
+        def forward(self, step: int) -> Tensor:
+            if not self.under_way:
+                self.start(step)
+            ctx, sizes = self.under_way.pop(0)
+            if not any(param.requires_grad for name, param in net.named_parameters() if "position" in name):
+                self.start(step + 1)
+            ids = sizes.wait().wait()
+            assert ctx.step is ids and module.prefetch(ids)
+            found = module.compute_and_output_dist(ctx, ids)
+            return (found if isinstance(found, Tensor) else found.values()).sin().sum(1).mean()
+
+    staged = Staged()
+    staged.net = net
+    expected = trained(plain, lambda step: batch_of(kind, step, share(SAMPLES)))
+    found = trained(staged, lambda step: step)
+    same = expected[0] == found[0] and all(
+        torch.equal(value, found[1][f"net.{name}"]) for name, value in expected[1].items()
+    )
+    for _, sizes in staged.under_way:
+        sizes.wait().wait()
+    good = batch_of(kind, 0, share(SAMPLES))
+    bad: list[Any] = [None, good[1]] if kind == "towers" else [batch_of(kind, 1, longest=LONGEST + 3)[0]]
+
+    def sizes_of(batch: Sequence[Any]) -> Any:
+        return module.input_dist(module.create_context(), *batch)
+
+    texts = [error_of(sizes_of(bad if dist.get_rank() == 1 else good).wait)] if dist.get_world_size() == 2 else []
+    # and the next batch is a good one
+    assert len(sizes_of(good).wait().wait()) == (4 if kind == "towers" else 1)
+    return same, texts, sorted(module.sharded_parameter_names("m"))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", ["collection", "one each", "towers"])
+def test_stages_one_by_one_are_the_forward(world: int, kind: str) -> None:
+    for same, texts, names in run_ranks(world, by_stages, kind):
+        assert same
+        assert names and all(name.startswith("m.") and name.endswith(".weight") for name in names)
+        pattern = "tower 0 takes features" if kind == "towers" else LONG
+        assert len(texts) == world - 1 and all(re.search(pattern, text) for text in texts), texts
+
+
 LONG = r"^IndexError: rank 1: feature '\w', sample \d: \d ids, but there are weights for 4 positions"
 MISSING = r"^KeyError: rank 1: features \['a', 'b', 'c'\] are not in the batch"
 
