@@ -69,7 +69,7 @@ from shardwise.sharding import (
     table_wise,
 )
 
-STEPS, MOST_RANKS = 4, 4
+STEPS, MOST_RANKS, MOST_IDS = 4, 4, 12
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "momentum_sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5, "nesterov": True}),
@@ -173,12 +173,12 @@ def mix_of(seed: int) -> Mix:
     variable = rng.random() < 0.25
     rules = rng.sample(sorted(OPTIMIZERS), 2)
     tables = []
-    for n in range(rng.randint(2, 5)):
+    for n in range(rng.randint(3, 6)):
         strategy = rng.choice(STRATEGIES)
         tables.append(
             TableMix(
                 f"t{n}",
-                rows=rng.choice([1, 2, 3, 7, 20, 41]),
+                rows=rng.choice([1, 3, 20, 41, 60, 90]),
                 dim=rng.choice(dims),
                 features=tuple(rng.sample(names, rng.randint(1, 2))),
                 strategy=strategy,
@@ -205,7 +205,7 @@ def mix_of(seed: int) -> Mix:
         dedup=not pooled and rng.random() < 0.5,
         codecs=(*CODECS, *[None] * len(CODECS))[seed % (2 * len(CODECS))],
         way=way,
-        local_size=rng.choice([1, 2, 2, 2, 4]),
+        local_size=(1, 2, 4)[seed % 3],
         clipped=seed % 4 == 3,
         checked=seed % 5 == 4,
         # there a pipeline needs streams, and the ids of sums and of cut columns would have to be known
@@ -311,7 +311,8 @@ def batch_of(mix: Mix, turn: int, rank: int, world: int, *, learned: bool) -> Ba
     ids, lengths, strides, inverse = [], [], [], []
     for feature in features:
         stride = int(torch.randint(1, samples + 1, (), generator=generator)) if mix.variable else samples
-        of_feature = torch.randint(0, 4, (stride,), generator=generator)
+        # enough ids for three and more ranks to have some of a bag: else sums have no order
+        of_feature = torch.randint(0, MOST_IDS + 1, (stride,), generator=generator)
         if feature in mix.empty_features:
             of_feature.zero_()
         rows = min(table.rows for table in mix.tables if feature in table.features)

@@ -40,7 +40,9 @@ def test_the_mixes_have_every_strategy_optimizer_codec_and_way() -> None:
     for what in ("dedup", "outside", "clipped", "checked", *(["on_cuda"] if HAS_TRITON else [])):
         assert {getattr(mix, what) for mix in ALL} == {True, False}, what
     assert any(mix.empty_features for mix in ALL) and any(0 in mix.batches for mix in ALL)
-    assert any(mix.local_size == 2 and table.strategy == "grid" for mix in ALL for table in mix.tables)
+    sums = [(mix, table) for mix in ALL if mix.pooled for table in mix.tables if table.reduction == "partial"]
+    assert {mix.local_size for mix, table in sums if table.strategy == "row_wise"} == {1, 2, 4}
+    assert {mix.local_size for mix, table in sums if table.strategy == "grid"} >= {2}
 
 
 # two ranks, one mix
