@@ -1,4 +1,4 @@
-"""What a table is: its size, its type, the features that look it up, how it begins. Plain data, no tensors."""
+"""Configs of tables: size, dtype, the features that look a table up, how it begins. Plain data, no tensors."""
 
 from __future__ import annotations
 

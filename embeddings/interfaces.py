@@ -1,4 +1,4 @@
-"""What a pooled and a sequence collection are to those who call them, whoever makes them."""
+"""Interfaces of pooled and sequence collections, whoever makes them: what their callers may rely on."""
 
 from __future__ import annotations
 

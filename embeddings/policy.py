@@ -1,4 +1,4 @@
-"""What lookups and updates do with bad input, when, and in which dtype they answer: chosen once for a collection."""
+"""Policies of a collection: what lookups and updates do with bad input, when, and in which dtype they answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.kernels import BoundsCheckMode
 
 
 class GradientCheckMode(Enum):
-    """What a gradient or per-id weight that is not finite does: train on, leave its tables' update out, or raise."""
+    """How a gradient or per-id weight that is not finite is met: train on, leave its tables' update out, or raise."""
 
     IGNORE = 0
     SKIP = 1

@@ -105,9 +105,9 @@ class EmbeddingBagCollection(TableCollection, PooledTables):
         require_features(features, who, self._is_weighted)
         require_full_batch(features, who)
         inverse = inverse_or_none(features, self._feature_names)
-        found = self._lookup(pad_strides(features), self._pooled)
-        if found:
-            values = columns_in_table_order(found, self._columns)
+        pooled = self._lookup(pad_strides(features), self._pooled)
+        if pooled:
+            values = columns_in_table_order(pooled, self._columns)
         else:
             values = torch.empty(features.stride(), 0, device=features.device())
         if inverse is not None:

@@ -1,4 +1,4 @@
-"""What the two collections share: tables in groups, parameters as views of them, features picked from a KJT.
+"""The base of the two collections: tables in groups, parameters as views of them, features picked from a KJT.
 
 A table is a parameter of a child module (state-dict name `<children>.<table>.weight`) and at the same time a view of
 its group's flat buffer. `.to()`, loading, copying and pickling keep both the same memory.
@@ -165,10 +165,10 @@ class TableCollection(TableModule):
         self._groups, self._members = [], []
         self._group([param.dtype for param in params], device)
         self._make_children()
-        for mine, param in zip(self._table_parameters(), params, strict=True):
-            mine.requires_grad_(param.requires_grad)
-            if not param.is_meta and not mine.is_meta:
-                mine.copy_(param)
+        for own, param in zip(self._table_parameters(), params, strict=True):
+            own.requires_grad_(param.requires_grad)
+            if not param.is_meta and not own.is_meta:
+                own.copy_(param)
         if any(param.is_meta for param in params):
             self.reset_parameters()
         self.train(source.training)
@@ -337,8 +337,8 @@ def _take_back_replaced(module: nn.Module, _: Any) -> None:
     assert isinstance(module, TableCollection)
     children = module._children()
     for group in module._groups:
-        found = [children[table.name]._parameters["weight"] for table in group.tables]
-        given = {n: new for n, new in enumerate(found) if new is not None and new is not group.parameters[n]}
+        weights = [children[table.name]._parameters["weight"] for table in group.tables]
+        given = {n: new for n, new in enumerate(weights) if new is not None and new is not group.parameters[n]}
         for n in given:
             children[group.tables[n].name]._parameters["weight"] = group.parameters[n]
         if not given:
@@ -436,18 +436,18 @@ def _refuse_replicas(wrapper: nn.Module, name: str, module: nn.Module | None) ->
     if name != "module" or module is None or not isinstance(wrapper, DistributedDataParallel):
         return
     ignored: set[str] = getattr(wrapper, "parameters_to_ignore", set())
-    for path, one in module.named_modules():
+    for path, inner_module in module.named_modules():
         # collections, and sharded ones
-        if not hasattr(one, "_children_name"):
+        if not hasattr(inner_module, "_children_name"):
             continue
-        below = {f"{path}.{inner}" if path else inner: param for inner, param in one.named_parameters()}
+        below = {f"{path}.{inner}" if path else inner: param for inner, param in inner_module.named_parameters()}
         averaged = {full: param for full, param in below.items() if full not in ignored}
         for full, param in averaged.items():
             # frozen ones too: they may train later, and the wrapper reads the marks of all
             if hasattr(param, "_optimizer_classes"):
                 raise refuse_replicas_of(full.removesuffix(".weight").rpartition(".")[2])
         if averaged:
-            _wrapped[one] = ref(wrapper)
+            _wrapped[inner_module] = ref(wrapper)
 
 
 # not DistributedDataParallel's own attributes: a hook of torch.nn is the same in every version and order of imports

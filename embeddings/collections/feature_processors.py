@@ -27,7 +27,7 @@ from .bag_collection import EmbeddingBagCollection
 
 
 class FeatureProcessor(nn.Module, abc.ABC):
-    """What is done to one feature: `forward` takes its JaggedTensor and returns another, with weights."""
+    """A transform of one feature: `forward` takes its JaggedTensor and returns another, with weights."""
 
     @abc.abstractmethod
     def forward(self, features: JaggedTensor) -> JaggedTensor:
@@ -35,7 +35,7 @@ class FeatureProcessor(nn.Module, abc.ABC):
 
 
 class FeatureProcessorsCollection(nn.Module, abc.ABC):
-    """What is done to a whole batch: `forward` takes a KeyedJaggedTensor and returns another, with weights."""
+    """A transform of a whole batch: `forward` takes a KeyedJaggedTensor and returns another, with weights."""
 
     @abc.abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:

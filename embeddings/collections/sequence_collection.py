@@ -64,8 +64,8 @@ class EmbeddingCollection(TableCollection, SequenceTables):
             KeyError, IndexError, ValueError, TypeError: as `EmbeddingBagCollection.forward`.
         """
         require_features(features, type(self).__name__, False)
-        found = self._lookup(pad_strides(features), self._rows)
-        return rows_by_name(features, found, self._members, self._names_by_table, need_indices=self._need_indices)
+        looked_up = self._lookup(pad_strides(features), self._rows)
+        return rows_by_name(features, looked_up, self._members, self._names_by_table, need_indices=self._need_indices)
 
     def _rows(self, group: TableGroup, picked: KeyedJaggedTensor) -> Tensor:
         return group.sequence(picked.values(), picked.offsets(), trains=self.training)

@@ -23,7 +23,7 @@ ReduceNorm = Callable[[Tensor, Any, bool], Tensor]
 
 
 class GradientClipping(Enum):
-    """What is cut: the length of all gradients together, each of their numbers, or nothing."""
+    """How gradients are cut: the length of all gradients together, each of their numbers, or nothing."""
 
     NORM = "norm"
     VALUE = "value"
@@ -198,7 +198,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     def _local_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         """The rank's pieces of the gradients, empty ones left out; writing to them writes to the gradients."""
-        found = []
+        gradients = []
         for param in params:
             grad: Any = param.grad
             if grad is None:
@@ -210,8 +210,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
                 param.grad = grad = grad.coalesce()
                 grad = grad._values()
             if grad.numel():
-                found.append(grad)
-        return found
+                gradients.append(grad)
+        return gradients
 
 
 def _fused_in(optimizer: KeyedOptimizer) -> list[FusedOptimizer]:

@@ -62,13 +62,13 @@ class SparseType(Enum):
         Raises:
             ValueError: tables have no such numbers.
         """
-        for one, dtypes in _DTYPES.items():
+        for sparse_type, dtypes in _DTYPES.items():
             if dtype in dtypes:
-                return one
+                return sparse_type
         raise ValueError(f"no table has numbers of type {dtype}: {', '.join(str(d[0]) for d in _DTYPES.values())} are")
 
     def as_dtype(self) -> torch.dtype:
-        """What torch calls it; fp8 and mx4 of FBGEMM's own making are bytes to torch."""
+        """Torch's name of it; fp8 and mx4 of FBGEMM's own making are bytes to torch."""
         return _DTYPES[self][0] if self in _DTYPES else torch.uint8
 
     def bit_rate(self) -> int:

@@ -65,17 +65,17 @@ class FusedOptimizer(KeyedOptimizer):
 
         Other dtypes, and those who do not count, have none; counting then goes on from here.
         """
-        found = {name: dict(states) if isinstance(states, Mapping) else states for name, states in theirs.items()}
+        loaded = {name: dict(states) if isinstance(states, Mapping) else states for name, states in theirs.items()}
         counted = {table for group in self.groups if _reads_steps(group) for table in (t.name for t in group.tables)}
         for table in [table for tables in self._tables for table in tables]:
-            states, values, key = found.get(self._name(table)), self._states(table), f"{table}.step"
+            states, values, key = loaded.get(self._name(table)), self._states(table), f"{table}.step"
             if not isinstance(states, dict) or values is None or table in counted:
                 continue
             if "step" in values:
                 states.setdefault(key, values["step"])
             else:
                 states.pop(key, None)
-        return found
+        return loaded
 
     def post_load_state_dict(self) -> None:
         """Loaded learning rates reach the tables at once."""

@@ -91,19 +91,19 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
     def _prepare_states(self, theirs: Mapping[str, Any]) -> Callable[[], None]:
         """`_prepare_load` for the states alone."""
-        mine = self.state_dict()["state"]
-        unknown, missing = set(theirs) - set(self.params), set(mine) - set(theirs)
+        own = self.state_dict()["state"]
+        unknown, missing = set(theirs) - set(self.params), set(own) - set(theirs)
         if unknown or missing:
             raise ValueError(
                 f"parameters of the optimizer state differ: missing {sorted(missing)}, unexpected {sorted(unknown)}"
             )
-        for name, values in mine.items():
+        for name, values in own.items():
             require_same_states(name, values, theirs[name])
 
         def fill() -> None:
             for name, loaded in theirs.items():
                 param = self.params[name]
-                if name in mine:
+                if name in own:
                     load_values(self.state[param], loaded)
                 else:
                     self.state[param] = {key: fresh_value(key, value, param.device) for key, value in loaded.items()}
@@ -260,15 +260,17 @@ class CombinedOptimizer(KeyedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """States and groups of all optimizers, by prefixed names."""
-        found: dict[str, Any] = {"state": {}, "param_groups": []}
+        state_dict: dict[str, Any] = {"state": {}, "param_groups": []}
         for prefix, optimizer in self._optims:
             part = optimizer.state_dict()
-            found["state"].update({self.prepend_opt_key(name, prefix): one for name, one in part["state"].items()})
+            state_dict["state"].update(
+                {self.prepend_opt_key(name, prefix): states for name, states in part["state"].items()}
+            )
             for group in part.get("param_groups", []):
                 names = [self.prepend_opt_key(name, prefix) for name in group["params"]]
-                found["param_groups"].append({**group, "params": names})
-        found["param_groups"] = tuple(found["param_groups"])
-        return found if self._saves_param_groups else {"state": found["state"]}
+                state_dict["param_groups"].append({**group, "params": names})
+        state_dict["param_groups"] = tuple(state_dict["param_groups"])
+        return state_dict if self._saves_param_groups else {"state": state_dict["state"]}
 
     def _prepare_load(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         theirs = state_dict["state"]
@@ -288,8 +290,8 @@ class CombinedOptimizer(KeyedOptimizer):
 
         def load() -> None:
             # only once every part was found to fit
-            for one in loads:
-                one()
+            for load_part in loads:
+                load_part()
 
         return load
 
@@ -459,22 +461,22 @@ def _ask(optimizer: Any, method: str, value: Any) -> None:
 
 def _hyper_of(names: Sequence[str], saved: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Hyper-parameters that the saved groups of these parameters agree on."""
-    found: dict[str, Any] = {}
+    hyper: dict[str, Any] = {}
     for group in saved:
         if not set(names) & set(group["params"]):
             continue
         for key, value in group.items():
             if key == "params":
                 continue
-            if key in found and found[key] != value:
-                raise ValueError(f"saved groups of {list(names)} disagree on {key}: {found[key]} and {value}")
-            found[key] = value
-    return deepcopy(found)
+            if key in hyper and hyper[key] != value:
+                raise ValueError(f"saved groups of {list(names)} disagree on {key}: {hyper[key]} and {value}")
+            hyper[key] = value
+    return deepcopy(hyper)
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """What a rank holds of a sharded value: `regions` says where each piece lies in the whole, if the value does."""
+    """A rank's pieces of a sharded value: `regions` says where each lies in the whole, if the value does."""
 
     layout: tuple[Any, ...]
     tensors: list[Tensor]
@@ -483,24 +485,24 @@ class _Pieces:
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the dicts, not of the tensors; an object with a `state_dict` gives that."""
-    found = {}
+    copied = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found[key] = plain_values(value)
+            copied[key] = plain_values(value)
         else:
-            found[key] = value.state_dict() if _is_stateful(value) else value
-    return found
+            copied[key] = value.state_dict() if _is_stateful(value) else value
+    return copied
 
 
-def require_same_states(path: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless every value of `mine` can take the one of `theirs` in place.
+def require_same_states(path: str, own: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raise ValueError unless every value of `own` can take the one of `theirs` in place.
 
     Tensors need equal shapes, sharded ones equal pieces; a whole tensor fits a sharded one whose regions are known.
     """
-    missing, unexpected = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
+    missing, unexpected = sorted(set(own) - set(theirs)), sorted(set(theirs) - set(own))
     if missing or unexpected:
         raise ValueError(f"optimizer states of {path} differ: missing {missing}, unexpected {unexpected}")
-    for key, value in mine.items():
+    for key, value in own.items():
         loaded = theirs[key]
         if isinstance(value, Mapping):
             if not isinstance(loaded, Mapping):
@@ -510,9 +512,9 @@ def require_same_states(path: str, mine: Mapping[str, Any], theirs: Mapping[str,
             _require_fits(f"{path}: state {key}", value, loaded)
 
 
-def load_values(mine: Any, theirs: Mapping[str, Any]) -> None:
-    """Copy `theirs` into `mine`, which `require_same_states` found to fit: tensors in place, others as copies."""
-    for key, value in mine.items():
+def load_values(own: Any, theirs: Mapping[str, Any]) -> None:
+    """Copy `theirs` into `own`, which `require_same_states` found to fit: tensors in place, others as copies."""
+    for key, value in own.items():
         loaded = theirs[key]
         if isinstance(value, Mapping):
             load_values(value, loaded)
@@ -521,13 +523,13 @@ def load_values(mine: Any, theirs: Mapping[str, Any]) -> None:
         elif isinstance(value, Tensor):
             _fill(value, loaded)
         else:
-            mine[key] = deepcopy(loaded)
+            own[key] = deepcopy(loaded)
 
 
 def fresh_value(key: str, value: Any, device: torch.device) -> Any:
     """A loaded value for a parameter that had none; counts of steps stay where they are, as in torch.optim."""
     if isinstance(value, Mapping):
-        return {inner: fresh_value(inner, one, device) for inner, one in value.items()}
+        return {inner: fresh_value(inner, inner_value, device) for inner, inner_value in value.items()}
     if not isinstance(value, Tensor) or hasattr(value, "local_shards"):
         return deepcopy(value)
     if key == "step" or hasattr(value, "to_local"):
@@ -546,8 +548,8 @@ def _pieces_of(value: Any) -> _Pieces | None:
         if hasattr(local, "local_offsets"):
             tensors, offsets = list(shards), local.local_offsets()
         else:
-            tensors, offsets = [one.tensor for one in shards], [one.metadata.shard_offsets for one in shards]
-        corners = [(tuple(offset), tuple(one.shape)) for offset, one in zip(offsets, tensors, strict=True)]
+            tensors, offsets = [shard.tensor for shard in shards], [shard.metadata.shard_offsets for shard in shards]
+        corners = [(tuple(offset), tuple(tensor.shape)) for offset, tensor in zip(offsets, tensors, strict=True)]
         regions = [tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True)) for offset, size in corners]
         return _Pieces((tuple(value.size()), corners), tensors, regions)
     if local is value:
@@ -556,8 +558,8 @@ def _pieces_of(value: Any) -> _Pieces | None:
     return _Pieces(layout, [local], None)
 
 
-def _require_fits(what: str, mine: Tensor, loaded: Any) -> None:
-    own, given = _pieces_of(mine), _pieces_of(loaded)
+def _require_fits(what: str, own_value: Tensor, loaded: Any) -> None:
+    own, given = _pieces_of(own_value), _pieces_of(loaded)
     if own is not None and given is not None:
         if own.layout != given.layout:
             raise ValueError(f"{what} is sharded as {own.layout}, loaded {given.layout}: reshard one of them first")
@@ -565,7 +567,7 @@ def _require_fits(what: str, mine: Tensor, loaded: Any) -> None:
     if given is not None:
         raise ValueError(f"{what} is whole, loaded one is sharded: gather it first, by full_tensor() say")
     # a ShardedTensor has no other way to tell its size
-    size = tuple(mine.size())
+    size = tuple(own_value.size())
     if not isinstance(loaded, Tensor):
         if own is not None or math.prod(size) != 1 or not isinstance(loaded, (int, float)):
             raise ValueError(f"{what} is a tensor of shape {size}, loaded {loaded!r}")
@@ -576,10 +578,10 @@ def _require_fits(what: str, mine: Tensor, loaded: Any) -> None:
 
 
 @torch.no_grad()
-def _fill(mine: Tensor, loaded: Any) -> None:
-    own, given = _pieces_of(mine), _pieces_of(loaded)
+def _fill(own_value: Tensor, loaded: Any) -> None:
+    own, given = _pieces_of(own_value), _pieces_of(loaded)
     if own is None:
-        mine.detach().copy_(loaded) if isinstance(loaded, Tensor) else mine.detach().fill_(loaded)
+        own_value.detach().copy_(loaded) if isinstance(loaded, Tensor) else own_value.detach().fill_(loaded)
     elif given is not None:
         for piece, source in zip(own.tensors, given.tensors, strict=True):
             piece.detach().copy_(source)

@@ -66,7 +66,7 @@ class SemisyncOptimizer(KeyedOptimizer):
         if self._global_step is None:
             kind = type(inner if inner is not None else global_optimizer).__name__
             raise TypeError(f"{kind} has no global_step(count, closure): a semi-synchronous optimizer calls that")
-        flat = [p for one in global_params for p in (one["params"] if isinstance(one, Mapping) else [one])]
+        flat = [p for params in global_params for p in (params["params"] if isinstance(params, Mapping) else [params])]
         held = {id(param) for param in global_optimizer.params.values()}
         if {id(param) for param in flat} != held:
             raise ValueError(f"global_params are {len(flat)} tensors, not the {len(held)} of the global optimizer")
@@ -94,13 +94,13 @@ class SemisyncOptimizer(KeyedOptimizer):
     @property
     def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
         """States of both optimizers by parameter, with their prefixes."""
-        found: dict[Any, dict[str, Any]] = {}
+        states: dict[Any, dict[str, Any]] = {}
         for prefix, optimizer in ((_LOCAL, self._optimizer), (_GLOBAL, self._global_optimizer)):
             for param, values in optimizer.state.items():
-                found.setdefault(param, {}).update({prefix + key: value for key, value in values.items()})
+                states.setdefault(param, {}).update({prefix + key: value for key, value in values.items()})
         for param in self._global_optimizer.params.values():
-            found.setdefault(param, {}).update(self._counts)
-        return found
+            states.setdefault(param, {}).update(self._counts)
+        return states
 
     @property
     def _saves_param_groups(self) -> bool:  # type: ignore[override]
@@ -150,8 +150,8 @@ class SemisyncOptimizer(KeyedOptimizer):
             loads.append(optimizer._prepare_load(part))
 
         def load() -> None:
-            for one in loads:
-                one()
+            for load_part in loads:
+                load_part()
             for name, count in self._counts.items():
                 count.fill_(int(counts[0][name]))
 

@@ -121,8 +121,8 @@ class WarmupOptimizer(OptimizerWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's and the schedule's place."""
-        found = super().state_dict()
-        return {**found, "state": {**found["state"], self._param_name: {"warmup": self._place}}}
+        inner = super().state_dict()
+        return {**inner, "state": {**inner["state"], self._param_name: {"warmup": self._place}}}
 
     def _prepare_load(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         states = dict(state_dict["state"])
@@ -168,7 +168,7 @@ class WarmupOptimizer(OptimizerWrapper):
 
 def _checked(stages: Sequence[WarmupStage]) -> list[WarmupStage]:
     """The stages with their defaults filled in, and one without an end after them."""
-    found, end = [], 0
+    checked, end = [], 0
     for number, stage in enumerate(stages):
         what = f"warm-up stage {number} ({stage.policy.name})"
         if stage.max_iters <= end:
@@ -193,12 +193,12 @@ def _checked(stages: Sequence[WarmupStage]) -> list[WarmupStage]:
                 f"{what}: the rate is down to zero at decay_iters={stage.decay_iters} and would be negative until"
                 f" max_iters={stage.max_iters}: end the stage there"
             )
-        found.append(stage)
-    return [*found, WarmupStage(WarmupPolicy.NONE, max_iters=1 << 63)]
+        checked.append(stage)
+    return [*checked, WarmupStage(WarmupPolicy.NONE, max_iters=1 << 63)]
 
 
 def _factor(stage: WarmupStage, i: int) -> float:
-    """What the base rate is multiplied by at iteration i."""
+    """The factor of the base rate at iteration i."""
     policy, value, factor = stage.policy, stage.value, 1.0
     if policy is WarmupPolicy.CONSTANT:
         factor = value

@@ -1,6 +1,6 @@
 """Lookups of a collection whose tables lie in groups: pick and check each group's features, put the outputs in order.
 
-Shapes: per group a KJT of its features, B samples each, and what it found: pooled [B, sum of the group's dims], or rows
+Shapes: per group a KJT of its features, B samples each, and its output: pooled [B, sum of the group's dims], or rows
 [N, dim]. Outputs follow the order of the tables, feature by feature, whatever groups they lie in.
 """
 
@@ -60,14 +60,14 @@ def look_up_groups(
         KeyError: features are missing.
         ValueError: ids are on another device than the tables.
     """
-    found = []
+    outputs = []
     for group in groups:
         picked = pick_features(features, group.keys)
         if picked.device() != group.device:
             raise ValueError(f"ids are on {picked.device()}, the tables on {group.device}")
         group.check(picked.values(), picked.offsets(), padded=picked.capacity() is not None)
-        found.append((picked, look_up(group, picked)))
-    return found
+        outputs.append((picked, look_up(group, picked)))
+    return outputs
 
 
 def pick_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:
@@ -105,20 +105,20 @@ def plan_columns(
     return plan_regroup(keys, [group.dims for group in groups], [[name for names in names_by_table for name in names]])
 
 
-def columns_in_table_order(found: Found, plan: RegroupPlan | None) -> Tensor:
+def columns_in_table_order(outputs: Found, plan: RegroupPlan | None) -> Tensor:
     """The groups' pooled outputs side by side, [B, sum of dims], by the plan of `plan_columns`."""
     if plan is None:
-        return found[0][1]
+        return outputs[0][1]
     # not by the op of `regroup`, into which no compiler sees: neighbours of one group move in one piece
     parts: list[Tensor] = []
-    for (_, pooled), sizes in zip(found, plan.sizes, strict=True):
+    for (_, pooled), sizes in zip(outputs, plan.sizes, strict=True):
         parts += pooled.split_with_sizes(sizes, 1)
     return torch.cat([parts[i] for i in plan.parts[0]], dim=1)
 
 
 def rows_by_name(
     features: KeyedJaggedTensor,
-    found: Found,
+    outputs: Found,
     members: Sequence[Sequence[int]],
     names_by_table: Sequence[Sequence[str]],
     *,
@@ -129,7 +129,7 @@ def rows_by_name(
     `features` is the whole batch as it was given; with inverse indices each feature comes out as the full batch.
     """
     by_name: dict[str, JaggedTensor] = {}
-    for (picked, rows), tables in zip(found, members, strict=True):
+    for (picked, rows), tables in zip(outputs, members, strict=True):
         per_id = [rows, picked.values()] if need_indices else [rows]
         if features.inverse_indices_or_none() is None:
             lengths, sizes = own_lengths(features, picked), picked.length_per_key()
@@ -145,4 +145,4 @@ def rows_by_name(
         made = map(JaggedTensor._of, split[0], split[1] if need_indices else repeat(None), lengths)
         by_name.update(zip([name for t in tables for name in names_by_table[t]], made, strict=True))
     # tables of one group are in their order
-    return by_name if len(found) == 1 else {name: by_name[name] for names in names_by_table for name in names}
+    return by_name if len(outputs) == 1 else {name: by_name[name] for names in names_by_table for name in names}

@@ -88,14 +88,14 @@ class _FlatOfParameters(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         (grad,) = grad_outputs
-        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for segment, tables, rows in ctx.cuts:
             matrix = table_rows(grad, segment.base, segment.end_row - segment.first_row, segment.dim)
             # not views of one tensor to autograd, which lets nobody change one of several in place
             for t, part in zip(tables, torch.unsafe_split_with_sizes(matrix, rows), strict=True):
                 if ctx.needs_input_grad[2 + t]:
-                    found[2 + t] = part
-        return tuple(found)
+                    grads[2 + t] = part
+        return tuple(grads)
 
 
 def flat_of_parameters(group: TableGroup, keep_rows: bool = False) -> Tensor:
@@ -146,7 +146,7 @@ class IndexAhead:
         _record((*batch, ids), beside)
 
     def tensors(self, frozen: tuple[bool, ...]) -> list[Tensor] | None:
-        """What `fused_update` takes on the current stream; None if other tables are left alone now."""
+        """The tensors of `fused_update` on the current stream; None if other tables are left alone now."""
         if frozen != self._frozen:
             return None
         if self._done is not None:

@@ -64,7 +64,7 @@ def sum_rows(
     frozen: tuple[bool, ...] | None = None,
     clips: bool = True,
 ) -> list[RowSums]:
-    """What an update would give to the rule, for each segment of the group; arguments as those of its `update`.
+    """Sums of row gradients that an update would give to the rule, a `RowSums` a segment; arguments as `update`'s.
 
     Rows are told apart, and stand in the order of, `ids`: those that a store turned into `slots`, or the slots
     themselves, which are the ids where there is no other store.
@@ -112,16 +112,17 @@ def sum_rows(
     ]
 
 
-def add_sums(one: RowSums, other: RowSums) -> RowSums:
+def add_sums(first: RowSums, second: RowSums) -> RowSums:
     """The rows of both; a row of both has the sum of the first plus that of the second."""
-    unique, split = unique_ids(torch.cat([one.ids, other.ids])), one.ids.shape[0]
-    mine, theirs = unique.inverse[:split], unique.inverse[split:]
-    rows, gradient = torch.empty_like(unique.ids), one.gradient.new_zeros(unique.ids.shape[0], one.segment.dim)
-    rows[mine], rows[theirs] = one.rows, other.rows
-    gradient[mine] = one.gradient
+    # ids [U1 + U2], of which U are distinct; where each summand's rows go: [U1], [U2]
+    unique, split = unique_ids(torch.cat([first.ids, second.ids])), first.ids.shape[0]
+    first_at, second_at = unique.inverse[:split], unique.inverse[split:]
+    rows, gradient = torch.empty_like(unique.ids), first.gradient.new_zeros(unique.ids.shape[0], first.segment.dim)
+    rows[first_at], rows[second_at] = first.rows, second.rows
+    gradient[first_at] = first.gradient
     # no row is here twice, so nothing is added in an order that a device chose
-    gradient[theirs] += other.gradient
-    return RowSums(one.segment, unique.ids, rows, gradient)
+    gradient[second_at] += second.gradient
+    return RowSums(first.segment, unique.ids, rows, gradient)
 
 
 def apply_sums(group: TableGroup, sums: Sequence[RowSums]) -> None:
@@ -193,12 +194,12 @@ def power_of(gradients: Sequence[Tensor], norm_type: float, device: torch.device
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in gradients if g.numel()]
     if not norms:
         return torch.zeros(1, dtype=torch.float64, device=device)
-    found = torch.stack(norms)
-    return add_powers(found if norm_type == math.inf else found**norm_type, norm_type)
+    norm = torch.stack(norms)
+    return add_powers(norm if norm_type == math.inf else norm**norm_type, norm_type)
 
 
 def add_powers(powers: Tensor, norm_type: float) -> Tensor:
-    """What `power_of` gives for all gradients together, from what it gave for each, fp64 [n]."""
+    """The `power_of` all gradients together, fp64 [1], from that of each, fp64 [n]."""
     return powers.amax(0, keepdim=True) if norm_type == math.inf else powers.sum(0, keepdim=True)
 
 

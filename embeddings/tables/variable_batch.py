@@ -35,8 +35,8 @@ def pad_strides(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     strides, lengths = kjt.stride_per_key(), kjt.lengths()
     longest = max(strides, default=0)
     if len(set(strides)) > 1:
-        starts = on_device(kjt.lengths_offset_per_key(), lengths.device)
-        lengths = jagged_to_padded_dense(lengths, starts, longest).view(-1)
+        starts = on_device(kjt.lengths_offset_per_key(), lengths.device)  # [F + 1]
+        lengths = jagged_to_padded_dense(lengths, starts, longest).view(-1)  # [F, B] -> [F * B]
     return KeyedJaggedTensor(
         kjt.keys(), kjt.values(), kjt.weights_or_none(), lengths, stride=longest,
         length_per_key=known_sizes(kjt), inverse_indices=kjt.inverse_indices_or_none(),
@@ -63,7 +63,7 @@ def inverse_of(kjt: KeyedJaggedTensor, keys: Sequence[str]) -> Tensor:
     if list(keys) != rows:
         row_of = {key: row for row, key in enumerate(rows)}
         indices = torch.stack([indices[row_of[key]] for key in keys]) if keys else indices[:0]
-    inside = (indices >= 0) & (indices < _column(strides, indices))
+    inside = (indices >= 0) & (indices < _column(strides, indices))  # [len(keys), B_full]
     if is_readable(indices):
         if not bool(inside.all()):
             row, sample = (~inside).nonzero()[0].tolist()
@@ -108,6 +108,7 @@ def expand_pooled(pooled: Tensor, dims: Sequence[int], inverse: Tensor) -> Tenso
     counts = torch.tensor(dims, device="cpu") // width
     feature = torch.arange(len(dims), device="cpu").repeat_interleave(counts, output_size=pieces)
     piece = torch.arange(pieces, device=inverse.device)
+    # `feature` and `piece` are [pieces], `at` [B_full, pieces]: rows of `pooled` as [B * pieces, width]
     at = inverse.t()[:, feature.to(inverse.device, non_blocking=True)] * pieces + piece
     return select_rows(pooled.reshape(-1, width), at.flatten()).view(inverse.shape[1], sum(dims))
 
@@ -115,15 +116,15 @@ def expand_pooled(pooled: Tensor, dims: Sequence[int], inverse: Tensor) -> Tenso
 def expand_bags(
     batch: KeyedJaggedTensor, per_id: Sequence[Tensor], inverse: Tensor
 ) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """What belongs to each id, as the full batch has it: tensors [M, ...], lengths [B_full] and values of each key.
+    """Values of each id, as the full batch has them: tensors [M, ...], lengths [B_full] and how many values a key has.
 
     Each of `per_id`, [N, D] or [N], follows the ids of `batch`, which has one batch size; `inverse` [F, B_full] is that
     of `inverse_of`. Differentiable in floating values, in a fixed order. One host sync: how many values each key has.
     """
     count, lengths = len(batch.keys()), batch.lengths()
-    first = torch.arange(count, device=inverse.device)[:, None] * batch.stride()
-    bags = (inverse + first).flatten()
-    expanded = lengths.index_select(0, bags).view(inverse.shape)
+    first = torch.arange(count, device=inverse.device)[:, None] * batch.stride()  # [F, 1]
+    bags = (inverse + first).flatten()  # [F * B_full]
+    expanded = lengths.index_select(0, bags).view(inverse.shape)  # [F, B_full]
     # host sync: the sizes of the outputs
     sizes: list[int] = expanded.sum(dim=1).tolist()
     # what is past the last bag is padding
@@ -137,7 +138,7 @@ def expand_bags(
 def own_lengths(batch: KeyedJaggedTensor, picked: KeyedJaggedTensor) -> list[Tensor]:
     """Lengths [B_k] of each key of `picked`, which was picked from `batch` after `pad_strides`: without the padding."""
     keys = picked.keys()
-    lengths = picked.lengths().view(len(keys), -1).unbind()
+    lengths = picked.lengths().view(len(keys), -1).unbind()  # F of [B]
     if not batch.variable_stride_per_key():
         return list(lengths)
     stride_of = dict(zip(batch.keys(), batch.stride_per_key(), strict=True))
@@ -156,8 +157,8 @@ def select_rows(values: Tensor, indices: Tensor) -> Tensor:
     # the columns that `pack_features` fills, without its wait for the copy
     feature = on_device([[0, rows, dim, 0, 0, 0, 0, 0]], values.device)
     ends = on_device([0, indices.shape[0]], values.device)
-    found = sequence_lookup(values.reshape(-1), indices, ends, feature, dim, [dim, 0, rows, 0], values.dtype)
-    return found.view(indices.shape[0], *values.shape[1:])
+    selected = sequence_lookup(values.reshape(-1), indices, ends, feature, dim, [dim, 0, rows, 0], values.dtype)
+    return selected.view(indices.shape[0], *values.shape[1:])
 
 
 def known_sizes(kjt: KeyedJaggedTensor) -> list[int] | None:
