@@ -1,4 +1,4 @@
-"""What a rank has of a model and its optimizers, by the names of the unsharded model: what is saved, and filled."""
+"""A rank's part of a model and its optimizers, by the names of the unsharded model: what is saved, and filled."""
 
 from __future__ import annotations
 
@@ -106,15 +106,15 @@ class HeldTable:
     def cells(self, home: Home) -> list[Cells]:
         """The tensors of one shard: its rows, then the states."""
         shard, states = home.shard, home.group.state_views(home.number)
-        found = [Cells(WEIGHT, shard.rows, shard.cols, home.group.view(home.number))]
+        cells = [Cells(WEIGHT, shard.rows, shard.cols, home.group.view(home.number))]
         for name, is_row in self.states.items():
             columns = (0, self.dim) if is_row and self.row_state == "table" else shard.cols
-            found.append(Cells(name, shard.rows, columns, states[name]))
-        return found
+            cells.append(Cells(name, shard.rows, columns, states[name]))
+        return cells
 
     def first_of_rows(self, shard: Shard) -> bool:
         """Whether it is the first shard with these rows, which saves numbers that all column blocks share."""
-        return shard.cols == min(one.cols for one in self.shards if one.rows == shard.rows)
+        return shard.cols == min(other.cols for other in self.shards if other.rows == shard.rows)
 
 
 @dataclass(frozen=True)
@@ -169,27 +169,27 @@ class Contents:
 
     def fused_groups(self) -> list[dict[str, Any]]:
         """`param_groups` of the tables' optimizers."""
-        found = []
+        groups = []
         for prefix, optimizer in self.fused:
             for group in optimizer.state_dict().get("param_groups", ()):
-                found.append({**_plain_group(group), "params": [prefix + name for name in group["params"]]})
-        return found
+                groups.append({**_plain_group(group), "params": [prefix + name for name in group["params"]]})
+        return groups
 
     def dense_groups(self) -> list[dict[str, Any]]:
         """`param_groups` of the ordinary optimizers, with the class of each."""
-        found = []
+        groups = []
         for leaf in self.leaves:
             names = {id(param): name for name, param in leaf.params.items()}
             for group in leaf.optimizer.param_groups:
                 held = [names[id(param)] for param in group["params"] if id(param) in names]
                 if held:
-                    found.append({**_plain_group(group), "optimizer": leaf.kind, "params": held})
-        return found
+                    groups.append({**_plain_group(group), "optimizer": leaf.kind, "params": held})
+        return groups
 
 
 def link_of(model: nn.Module) -> Link:
     """The ranks that share a model: those of a sharded one, of a DistributedDataParallel, or this process alone."""
-    sharded = next((one for one in model.modules() if isinstance(one, ShardedCollection)), None)
+    sharded = next((module for module in model.modules() if isinstance(module, ShardedCollection)), None)
     env = model._env if isinstance(model, DistributedModelParallel) else None if sharded is None else sharded._env
     group = None if env is None else env.data_parallel_group
     if env is None and isinstance(model, DistributedDataParallel):
@@ -200,38 +200,38 @@ def link_of(model: nn.Module) -> Link:
 
 
 def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, link: Link) -> Contents:
-    """What this rank has of a model, and of its optimizers.
+    """This rank's part of a model, and of its optimizers.
 
     Raises:
         ValueError: something is on meta, kept where a checkpoint does not reach (a row store, FSDP), or unknown to the
             model.
         TypeError: a state of an optimizer is neither a tensor nor JSON.
     """
-    found = Contents()
+    contents = Contents()
     seen: dict[int, str] = {}
     # parameters whose states are not kept by an ordinary optimizer
     not_dense: set[int] = set()
     for name, value in _walk(get_unwrapped_module(model), link):
         key = id(value.parameter) if isinstance(value, _Table) else id(value)
         if key in seen:
-            found.aliases[name] = seen[key]
+            contents.aliases[name] = seen[key]
             continue
         seen[key] = name
         if isinstance(value, _Table):
-            found.tables[name] = value.held
+            contents.tables[name] = value.held
             whole = all(shard.replica or len(value.held.shards) == 1 for shard in value.held.shards)
             if value.held.optimizer is not None or not whole or not value.parameter.requires_grad:
                 not_dense.add(key)
         else:
-            found.dense[name] = _require_plain(name, value)
-    for path, one in get_unwrapped_module(model).named_modules():
-        if isinstance(one, ShardedCollection):
-            found.fused.append((f"{path}." if path else "", one.fused_optimizer))
-        elif isinstance(one, TableCollection):
-            found.fused.append((f"{path}." if path else "", one.fused_optimizer()))
+            contents.dense[name] = _require_plain(name, value)
+    for path, module in get_unwrapped_module(model).named_modules():
+        if isinstance(module, ShardedCollection):
+            contents.fused.append((f"{path}." if path else "", module.fused_optimizer))
+        elif isinstance(module, TableCollection):
+            contents.fused.append((f"{path}." if path else "", module.fused_optimizer()))
     if optimizer is not None:
-        found.leaves = list(_leaves(optimizer, seen, not_dense))
-    return found
+        contents.leaves = list(_leaves(optimizer, seen, not_dense))
+    return contents
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _walk(model: nn.Module, link: Link) -> Iterator[tuple[str, _Table | Tensor]]
     inside: list[str] = []
     for path, module in model.named_modules(remove_duplicate=False):
         below = f"{path}." if path else ""
-        if any(below.startswith(one) for one in inside):
+        if any(below.startswith(prefix) for prefix in inside):
             continue
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(
@@ -265,28 +265,28 @@ def _walk(model: nn.Module, link: Link) -> Iterator[tuple[str, _Table | Tensor]]
                 yield below + name, buffer
 
 
-def _sharded(one: ShardedCollection, below: str, link: Link) -> list[tuple[str, _Table]]:
-    if one._stores is not None or one._id_maps:
+def _sharded(collection: ShardedCollection, below: str, link: Link) -> list[tuple[str, _Table]]:
+    if collection._stores is not None or collection._id_maps:
         raise ValueError(f"collection {below!r}: rows in a row store or found by an id map cannot be saved")
-    found, env = [], one._env
+    tables, env = [], collection._env
     first = not isinstance(env, ShardingEnv2D) or Exchange(env.replica_pg).rank == 0
-    for number, (name, table) in enumerate(one.states.tables.items()):
-        homes = tuple(Home(shard, group, n) for shard, group, n in one.states.homes(name))
-        writer = first and (not one.states.is_replicated(name) or number % env.world_size == env.rank)
+    for number, (name, table) in enumerate(collection.states.tables.items()):
+        homes = tuple(Home(shard, group, n) for shard, group, n in collection.states.homes(name))
+        writer = first and (not collection.states.is_replicated(name) or number % env.world_size == env.rank)
         held = HeldTable(
-            below + one.parameter_name(name), name, table.rows, table.dim, table.dtype, table.optimizer,
-            table.options.row_state, bool(table.features), tuple(one.states.shards[name]), homes, writer,
-            one.device, env.process_group,
+            below + collection.parameter_name(name), name, table.rows, table.dim, table.dtype, table.optimizer,
+            table.options.row_state, bool(table.features), tuple(collection.states.shards[name]), homes, writer,
+            collection.device, env.process_group,
         )  # fmt: skip
-        found.append((held.name, _Table(held, one.parameter(name))))
-    return found
+        tables.append((held.name, _Table(held, collection.parameter(name))))
+    return tables
 
 
-def _whole(one: TableCollection, below: str) -> list[tuple[str, _Table]]:
-    one._settle()
-    found, homes, params = [], one._homes(), one._table_parameters()
-    for t, config in enumerate(one._configs):
-        (group, number), name = homes[t], f"{below}{one._children_name}.{config.name}.weight"
+def _whole(collection: TableCollection, below: str) -> list[tuple[str, _Table]]:
+    collection._settle()
+    tables, homes, params = [], collection._homes(), collection._table_parameters()
+    for t, config in enumerate(collection._configs):
+        (group, number), name = homes[t], f"{below}{collection._children_name}.{config.name}.weight"
         if group.flat.is_meta:
             raise ValueError(f"table {config.name!r} is on meta: call to_empty or shard it first")
         shard = Shard(config.name, 0, (0, config.num_embeddings), (0, config.embedding_dim))
@@ -294,8 +294,8 @@ def _whole(one: TableCollection, below: str) -> list[tuple[str, _Table]]:
             name, config.name, config.num_embeddings, config.embedding_dim, group.flat.dtype, group.optimizer,
             "table", bool(config.feature_names), (shard,), (Home(shard, group, number),), True, group.flat.device,
         )  # fmt: skip
-        found.append((name, _Table(held, params[t])))
-    return found
+        tables.append((name, _Table(held, params[t])))
+    return tables
 
 
 def _require_plain(name: str, tensor: Tensor) -> Tensor:
@@ -361,7 +361,7 @@ def _plain(key: str, value: Any) -> Plain | list[Any]:
         # host sync: a rate that lives on the device
         return value.item()
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(key, one) for one in value]
+        return [_plain(key, item) for item in value]
     if value is not None and not isinstance(value, int | float | str):
         raise TypeError(f"setting {key!r} of an optimizer is a {type(value).__name__}, which JSON has not")
     return value

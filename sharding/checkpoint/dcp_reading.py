@@ -1,4 +1,4 @@
-"""What a folder of torch.distributed.checkpoint, of TorchRec say, is in a checkpoint of ours.
+"""Reading of torch.distributed.checkpoint folders, of TorchRec say, as a checkpoint of ours.
 
 The format keeps its table of contents, and all that is no tensor, as pickles: reading it runs what they say. That is
 why `from_dcp_trusted` has the name that it has.
@@ -69,9 +69,9 @@ class Saved:
         self.paths: dict[Keys, str] = {tuple(named.get(k, (k,))): k for k in self._metadata.state_dict_metadata}
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
-        """What is known of a tensor; None if the key has something else."""
-        found = self._metadata.state_dict_metadata[key]
-        return None if isinstance(found, BytesStorageMetadata) else found
+        """Metadata of a tensor; None if the key has something else."""
+        metadata = self._metadata.state_dict_metadata[key]
+        return None if isinstance(metadata, BytesStorageMetadata) else metadata
 
     def rank_of(self, key: str, chunk: ChunkStorageMetadata) -> int:
         """The rank that wrote a piece."""
@@ -83,15 +83,15 @@ class Saved:
         """One piece of a tensor."""
         known = self.tensor(key)
         assert known is not None
-        found = torch.empty(tuple(sizes), dtype=known.properties.dtype)
+        tensor = torch.empty(tuple(sizes), dtype=known.properties.dtype)
         index = MetadataIndex(key, torch.Size(offsets))
         none = torch.Size([0] * len(sizes))
         item = ReadItem(LoadItemType.TENSOR, index, torch.Size(offsets), index, none, torch.Size(sizes))
-        self._reader.read_data(LoadPlan([item]), _Into(found)).wait()
-        return found
+        self._reader.read_data(LoadPlan([item]), _Into(tensor)).wait()
+        return tensor
 
     def value(self, key: str) -> Any:
-        """What is no tensor: unpickled."""
+        """A value that is no tensor, unpickled."""
         index = MetadataIndex(key)
         none = torch.Size([0])
         into = _Into(None)
@@ -137,7 +137,7 @@ class _Into(LoadPlanner):
 
 
 class Content:
-    """What a saved state dict is in a checkpoint of ours."""
+    """A saved state dict as the content of a checkpoint of ours."""
 
     def __init__(self, saved: Saved, model: str | None, optimizer: str | None, aliases: dict[str, str]) -> None:
         self._saved, self._aliases, self._has_optimizer = saved, aliases, optimizer is not None
@@ -184,8 +184,8 @@ class Content:
     def blocks(self, stored: Stored) -> Iterator[Tensor]:
         """The cells of a tensor."""
         chunk = self._chunks[stored]
-        found = self._saved.piece(chunk.key, chunk.offsets, chunk.sizes)
-        yield found if chunk.part is None else found[slice(*chunk.part)]
+        tensor = self._saved.piece(chunk.key, chunk.offsets, chunk.sizes)
+        yield tensor if chunk.part is None else tensor[slice(*chunk.part)]
 
     def manifest(self, rules: Mapping[str, str] | str | None, steps: int | None, step: int | None) -> Manifest:
         """All but the tensors."""
@@ -205,7 +205,7 @@ class Content:
             if not isinstance(step, int):
                 raise ValueError(f"'step' was saved as {step!r}: say step=")
         tensors = list(self._chunks)
-        ranks = 1 + max((int(one.file[5:-12]) for one in tensors), default=0)
+        ranks = 1 + max((int(stored.file[5:-12]) for stored in tensors), default=0)
         fused, dense = self._param_groups(set(tables))
         versions = {"shardwise": __version__, "torch": torch.__version__, "from": "torch.distributed.checkpoint"}
         return Manifest(
@@ -298,26 +298,26 @@ class Content:
         dense: list[dict[str, Any]] = []
         for group in _nested(self._groups) or ():
             settings = {key: _plain(f"param_groups: {key}", value) for key, value in group.items() if key != "params"}
-            for names, found in (
+            for names, groups in (
                 ([name for name in group["params"] if name in tables], fused),
                 ([name for name in group["params"] if name not in tables], dense),
             ):
                 if names:
-                    found.append({**settings, "params": names})
+                    groups.append({**settings, "params": names})
         return fused, dense
 
 
 def _nested(flat: Mapping[Keys, Any]) -> Any:
-    """What paths like (0, "lr") are of, as dicts and lists; None for none."""
+    """The dicts and lists that paths like (0, "lr") lead into; None for no path."""
     if () in flat:
         return flat[()]
-    found: dict[Any, Any] = {}
+    nested: dict[Any, Any] = {}
     for path in flat:
         below = {rest[1:]: value for rest, value in flat.items() if rest[0] == path[0]}
-        found[path[0]] = _nested(below)
-    if found and all(isinstance(key, int) for key in found):
-        return [found[key] for key in sorted(found)]
-    return found or None
+        nested[path[0]] = _nested(below)
+    if nested and all(isinstance(key, int) for key in nested):
+        return [nested[key] for key in sorted(nested)]
+    return nested or None
 
 
 def _item(tensor: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""What a checkpoint of ours is in a folder of torch.distributed.checkpoint."""
+"""Writing of a checkpoint of ours as a folder of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Planner(SavePlanner):
             if kind == TABLE:
                 self._table(manifest, name, state, pieces)
             elif kind == DENSE:
-                for known in (name, *(alias for alias, one in manifest.aliases.items() if one == name)):
+                for known in (name, *(alias for alias, original in manifest.aliases.items() if original == name)):
                     self._tensor((*self._model, known), pieces[0].shape, [((0,) * len(pieces[0].shape), pieces[0])])
             elif kind == OPTIMIZER and optimizer is not None:
                 where = (optimizer, "state", name, *state.split("/"))
@@ -57,7 +57,7 @@ class Planner(SavePlanner):
     def _table(self, manifest: Manifest, name: str, state: str, pieces: list[Stored]) -> None:
         facts = manifest.tables[name]
         if state == WEIGHT:
-            for known in (name, *(alias for alias, one in manifest.aliases.items() if one == name)):
+            for known in (name, *(alias for alias, original in manifest.aliases.items() if original == name)):
                 self._tensor((*self._model, known), (facts.rows, facts.dim), _placed(pieces))
             return
         if self._optimizer is None:
@@ -69,16 +69,16 @@ class Planner(SavePlanner):
         if len(pieces[0].shape) == 2:
             self._tensor(where, (facts.rows, facts.dim), _placed(pieces))
         else:
-            blocks = sorted({one.cells[1] for one in pieces})
+            blocks = sorted({piece.cells[1] for piece in pieces})
             # [rows] of each column block, one block after another
             placed: list[tuple[tuple[int, ...], Stored]] = []
-            for one in pieces:
-                rows, columns = one.cells
-                placed.append(((blocks.index(columns) * facts.rows + rows[0],), one))
+            for piece in pieces:
+                rows, columns = piece.cells
+                placed.append(((blocks.index(columns) * facts.rows + rows[0],), piece))
             self._tensor(where, (facts.rows * len(blocks),), placed)
 
     def _optimizers(self, manifest: Manifest, optimizer: str) -> None:
-        """What of optimizers is no tensor of ours: counts, settings, plain values."""
+        """The parts of optimizers that are no tensor of ours: counts, settings, plain values."""
         for name, values in manifest.values.items():
             for state, value in values.items():
                 self._value((optimizer, "state", name, *state.split("/")), value)
@@ -143,18 +143,18 @@ class Planner(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """A piece, read now."""
-        found = self._content[write_item.index]
-        if not isinstance(found, Stored):
-            return found
-        blocks = list(self._source.blocks(found))
+        content = self._content[write_item.index]
+        if not isinstance(content, Stored):
+            return content
+        blocks = list(self._source.blocks(content))
         if not blocks:
-            return torch.empty(found.shape, dtype=found.dtype)
+            return torch.empty(content.shape, dtype=content.dtype)
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 def _placed(pieces: list[Stored]) -> list[tuple[tuple[int, ...], Stored]]:
     """Where pieces of [rows, columns] begin."""
-    return [((rows[0], columns[0]), one) for one in pieces for rows, columns in (one.cells,)]
+    return [((rows[0], columns[0]), piece) for piece in pieces for rows, columns in (piece.cells,)]
 
 
 def _parts(piece: Stored) -> Iterator[tuple[int, Stored]]:

@@ -29,7 +29,7 @@ class Values:
 
 @dataclass
 class Difference:
-    """What two checkpoints a and b do not share; empty, and false, where they say the same.
+    """The differences of two checkpoints a and b; empty, and false, where they say the same.
 
     Tensors are named by their parameter, a state of an optimizer `<parameter>: <state>`. A difference of the plans
     alone is none of what is saved: `same_content` passes over it.
@@ -50,35 +50,35 @@ class Difference:
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return any(getattr(self, one.name) for one in fields(self))
+        return any(getattr(self, field.name) for field in fields(self))
 
     @property
     def same_content(self) -> bool:
         """Whether only plans and the number of ranks differ: a model loads the same from both."""
-        others = [getattr(self, one.name) for one in fields(self) if one.name not in ("plans", "facts")]
+        others = [getattr(self, field.name) for field in fields(self) if field.name not in ("plans", "facts")]
         return not any(others) and set(self.facts) <= {"world_size"}
 
     def lines(self) -> list[str]:
         """It as text, a difference a line."""
-        found = [f"only in a: {name}" for name in self.only_a] + [f"only in b: {name}" for name in self.only_b]
+        lines = [f"only in a: {name}" for name in self.only_a] + [f"only in b: {name}" for name in self.only_b]
         for what, pairs in (("shape", self.shapes), ("dtype", self.dtypes), ("plan", self.plans)):
-            found += [f"{what}: {name} is {a} in a, {b} in b" for name, (a, b) in pairs.items()]
-        for name, one in self.values.items():
-            found.append(
-                f"values: {name} differs in {one.different} of {one.elements} elements, by up to {one.largest:g}"
+            lines += [f"{what}: {name} is {a} in a, {b} in b" for name, (a, b) in pairs.items()]
+        for name, gap in self.values.items():
+            lines.append(
+                f"values: {name} differs in {gap.different} of {gap.elements} elements, by up to {gap.largest:g}"
             )
-        return found + [f"{name}: {a!r} in a, {b!r} in b" for name, (a, b) in self.facts.items()]
+        return lines + [f"{name}: {a!r} in a, {b!r} in b" for name, (a, b) in self.facts.items()]
 
     def as_json(self) -> dict[str, Any]:
         """It as plain dicts and lists; a `largest` that is no finite number is None."""
         values = {
             name: {
-                "different": one.different, "elements": one.elements,
-                "largest": one.largest if math.isfinite(one.largest) else None,
+                "different": gap.different, "elements": gap.elements,
+                "largest": gap.largest if math.isfinite(gap.largest) else None,
             }
-            for name, one in self.values.items()
+            for name, gap in self.values.items()
         }  # fmt: skip
-        return {one.name: values if one.name == "values" else getattr(self, one.name) for one in fields(self)}
+        return {field.name: values if field.name == "values" else getattr(self, field.name) for field in fields(self)}
 
 
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
@@ -87,48 +87,48 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
     Raises:
         CheckpointDamaged, FileNotFoundError: one of them cannot be read.
     """
-    with Source(a) as one, Source(b) as other:
-        return _compare(one, other)
+    with Source(a) as first, Source(b) as second:
+        return _compare(first, second)
 
 
 def _compare(a: Source, b: Source) -> Difference:
-    mine, theirs = a.manifest.by_address, b.manifest.by_address
-    found = Difference(
-        [_text(address) for address in mine if address not in theirs],
-        [_text(address) for address in theirs if address not in mine],
+    pieces, their_pieces = a.manifest.by_address, b.manifest.by_address
+    difference = Difference(
+        [_text(address) for address in pieces if address not in their_pieces],
+        [_text(address) for address in their_pieces if address not in pieces],
     )
     for name in a.manifest.tables.keys() & b.manifest.tables.keys():
         plans = _plan(a.manifest.tables[name].shards), _plan(b.manifest.tables[name].shards)
         if plans[0] != plans[1]:
-            found.plans[name] = plans
-    found.plans = dict(sorted(found.plans.items()))
-    for address in (address for address in mine if address in theirs):
+            difference.plans[name] = plans
+    difference.plans = dict(sorted(difference.plans.items()))
+    for address in (address for address in pieces if address in their_pieces):
         name, shapes = _text(address), (_shape(a.manifest, address), _shape(b.manifest, address))
-        dtypes = mine[address][0].dtype, theirs[address][0].dtype
+        dtypes = pieces[address][0].dtype, their_pieces[address][0].dtype
         if shapes[0] != shapes[1]:
-            found.shapes[name] = shapes
+            difference.shapes[name] = shapes
         if dtypes[0] != dtypes[1]:
-            found.dtypes[name] = dtype_name(dtypes[0]), dtype_name(dtypes[1])
+            difference.dtypes[name] = dtype_name(dtypes[0]), dtype_name(dtypes[1])
         elif shapes[0] == shapes[1]:
             values = _values(a, b, address)
             if values.different:
-                found.values[name] = values
+                difference.values[name] = values
     facts, their_facts = _facts(a.manifest), _facts(b.manifest)
     both = {what: (facts.get(what), their_facts.get(what)) for what in {**facts, **their_facts}}
-    found.facts = {what: pair for what, pair in both.items() if pair[0] != pair[1]}
-    return found
+    difference.facts = {what: pair for what, pair in both.items() if pair[0] != pair[1]}
+    return difference
 
 
 def _values(a: Source, b: Source, address: Address) -> Values:
     different, elements, largest = 0, 0, 0.0
     for piece in a.manifest.by_address[address]:
-        for mine, theirs in zip(a.blocks(piece), b.blocks(piece), strict=True):
-            elements += mine.numel()
-            unequal = _unequal(mine, theirs)
+        for block, their_block in zip(a.blocks(piece), b.blocks(piece), strict=True):
+            elements += block.numel()
+            unequal = _unequal(block, their_block)
             count = int(unequal.sum())
             if count:
                 different += count
-                gaps = _gaps(mine[unequal], theirs[unequal])
+                gaps = _gaps(block[unequal], their_block[unequal])
                 # NaN wins over every number
                 largest = float(torch.maximum(gaps.max(), torch.tensor(largest, dtype=gaps.dtype)))
     return Values(different, elements, largest)
@@ -160,7 +160,7 @@ def _shape(manifest: Manifest, address: Address) -> list[int]:
     facts = manifest.tables[name]
     if len(pieces[0].shape) == 2:
         return [facts.rows, facts.dim]
-    blocks = len({one.columns for one in pieces})
+    blocks = len({piece.columns for piece in pieces})
     return [facts.rows] if blocks == 1 else [facts.rows, blocks]
 
 
@@ -172,22 +172,22 @@ def _plan(shards: tuple[Shard, ...]) -> str:
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
-    """What is no tensor, flat by name."""
-    found: dict[str, Any] = {"step": manifest.step, "world_size": manifest.world_size}
+    """Everything that is no tensor, flat by name."""
+    facts: dict[str, Any] = {"step": manifest.step, "world_size": manifest.world_size}
     for name, table in manifest.tables.items():
-        told = {"rule": table.rule, "steps": table.steps, "settings": dict(table.settings)}
-        found.update({f"{name}: {what}": value for what, value in told.items()})
+        table_facts = {"rule": table.rule, "steps": table.steps, "settings": dict(table.settings)}
+        facts.update({f"{name}: {what}": value for what, value in table_facts.items()})
     for what, groups in (("fused", manifest.fused), ("dense", manifest.dense)):
         for group in groups:
             for name in group["params"]:
                 settings = {key: value for key, value in group.items() if key not in ("params", "optimizer")}
-                found[f"{name}: {what} param_group"] = settings
+                facts[f"{name}: {what} param_group"] = settings
                 if "optimizer" in group:
-                    found[f"{name}: optimizer"] = group["optimizer"]
-    found.update({f"{name}: {key}": value for name, states in manifest.values.items() for key, value in states.items()})
-    found.update({f"extra: {key}": value for key, value in manifest.extra.items()})
-    found.update({f"{alias}: same as": name for alias, name in manifest.aliases.items()})
-    return found
+                    facts[f"{name}: optimizer"] = group["optimizer"]
+    facts.update({f"{name}: {key}": value for name, states in manifest.values.items() for key, value in states.items()})
+    facts.update({f"extra: {key}": value for key, value in manifest.extra.items()})
+    facts.update({f"{alias}: same as": name for alias, name in manifest.aliases.items()})
+    return facts
 
 
 def _text(address: Address) -> str:

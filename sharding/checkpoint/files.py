@@ -120,7 +120,7 @@ class TensorFiles:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self._path, self._manifest = path, manifest
-        self._facts = {one.name: one for one in manifest.files}
+        self._facts = {facts.name: facts for facts in manifest.files}
         self._open: dict[str, Any] = {}
 
     def blocks(self, stored: Stored, box: Box) -> Iterator[tuple[Box, Tensor]]:
@@ -164,20 +164,26 @@ def check_header(path: Path, facts: FileFacts, tensors: Sequence[Stored]) -> Non
     try:
         header = parse_json(text)
         header.pop("__metadata__", None)
-        found = {key: (one["dtype"], sizes(one["shape"]), sizes(one["data_offsets"])) for key, one in header.items()}
+        entries = {
+            key: (entry["dtype"], sizes(entry["shape"]), sizes(entry["data_offsets"])) for key, entry in header.items()
+        }
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
         raise CheckpointDamaged(f"{file}: its header is no safetensors header: {error}") from error
-    if set(found) != {one.key for one in tensors}:
-        strange = sorted({one.key for one in tensors} ^ set(found))[:3]
+    if set(entries) != {tensor.key for tensor in tensors}:
+        strange = sorted({tensor.key for tensor in tensors} ^ set(entries))[:3]
         raise CheckpointDamaged(f"{file}: its header and the manifest list other tensors: {strange} and so on")
     spans = []
-    for one in tensors:
-        code, shape, offsets = found[one.key]
-        size = math.prod(one.shape) * one.dtype.itemsize
-        if (code, shape) != (_CODES.get(one.dtype), one.shape) or len(offsets) != 2 or offsets[1] - offsets[0] != size:
+    for tensor in tensors:
+        code, shape, offsets = entries[tensor.key]
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
+        if (
+            (code, shape) != (_CODES.get(tensor.dtype), tensor.shape)
+            or len(offsets) != 2
+            or offsets[1] - offsets[0] != size
+        ):
             raise CheckpointDamaged(
-                f"{file}: {one.key} is {code} {list(shape)} at bytes {list(offsets)}, the manifest says"
-                f" {dtype_name(one.dtype)} {list(one.shape)}"
+                f"{file}: {tensor.key} is {code} {list(shape)} at bytes {list(offsets)}, the manifest says"
+                f" {dtype_name(tensor.dtype)} {list(tensor.shape)}"
             )
         spans.append(offsets)
     at = 0
@@ -205,11 +211,11 @@ def check_size(path: Path, facts: FileFacts) -> None:
     """
     file = path / facts.name
     try:
-        found = require_regular(file, follow=False)
+        status = require_regular(file, follow=False)
     except OSError as error:
         raise CheckpointDamaged(f"{file}: {error.strerror or error}") from error
-    if found.st_size != facts.bytes:
-        raise CheckpointDamaged(f"{file} has {found.st_size} bytes, it was saved with {facts.bytes}")
+    if status.st_size != facts.bytes:
+        raise CheckpointDamaged(f"{file} has {status.st_size} bytes, it was saved with {facts.bytes}")
 
 
 def check_checksum(path: Path, facts: FileFacts) -> None:

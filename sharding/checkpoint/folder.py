@@ -39,8 +39,8 @@ _HOLDER_BYTES = 200
 
 def steps(folder: str | os.PathLike[str]) -> list[Path]:
     """The step folders, oldest first, good or not; none if there is no such folder."""
-    found = [(int(match[1]), int(match[2] or 0), path) for match, path in _entries(Path(folder), STEP)]
-    return [path for _, _, path in sorted(found)]
+    numbered = [(int(match[1]), int(match[2] or 0), path) for match, path in _entries(Path(folder), STEP)]
+    return [path for _, _, path in sorted(numbered)]
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -60,7 +60,7 @@ def is_complete(path: Path) -> bool:
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """What is wrong with a checkpoint, each with the name of its file; an empty list if it is good. Reads all of it.
+    """The faults of a checkpoint, each with the name of its file; an empty list if it is good. Reads all of it.
 
     A manifest without a checksum of its own, as they were written at first, is loaded, and named here.
     """
@@ -69,14 +69,14 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
         manifest, unchecked = read_with_notes(path)
     except (CheckpointDamaged, FileNotFoundError) as error:
         return [str(error)]
-    found = [unchecked] if unchecked else []
+    faults = [unchecked] if unchecked else []
     for facts in manifest.files:
         try:
             check_checksum(path, facts)
             check_header(path, facts, manifest.by_file[facts.name])
         except CheckpointDamaged as error:
-            found.append(str(error))
-    return found
+            faults.append(str(error))
+    return faults
 
 
 def step_of(path: Path) -> int:
@@ -160,22 +160,22 @@ class Attempt:
             # a step that is saved again stands beside the old one, until that goes
             again = 1 + max([int(name.partition(".")[2] or 0) for name in there], default=-1)
             name = f"step-{step:012d}" + (f".{again}" if again else "")
-            found = Attempt(folder, secrets.token_hex(8), name, rank=0, world_size=world_size)
-            found.data.mkdir(parents=True)
+            attempt = Attempt(folder, secrets.token_hex(8), name, rank=0, world_size=world_size)
+            attempt.data.mkdir(parents=True)
         except BaseException:
             lock.release()
             raise
-        found._lock = lock
-        return found
+        attempt._lock = lock
+        return attempt
 
     def join(self) -> None:
         """Show that this rank is alive, until `leave`."""
         self._alive = os.fdopen(os.open(self._signal(self.rank, "alive"), os.O_WRONLY | os.O_CREAT, 0o666), "wb")
         fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def report(self, said: dict[str, Any]) -> None:
+    def report(self, message: dict[str, Any]) -> None:
         """Tell rank 0 that this rank's part is on the disk."""
-        _write_whole(self._signal(self.rank, "json"), json.dumps(said).encode())
+        _write_whole(self._signal(self.rank, "json"), json.dumps(message).encode())
 
     def fail(self, error: Exception) -> None:
         """Tell the others that this rank cannot go on."""
@@ -196,8 +196,8 @@ class Attempt:
         while not all(self._signal(rank, "json").exists() for rank in range(self.world_size)):
             self._raise_failures()
             time.sleep(_POLL_SECONDS)
-        said = [json.loads(self._signal(rank, "json").read_bytes()) for rank in range(self.world_size)]
-        self._commit(compose(said))
+        messages = [json.loads(self._signal(rank, "json").read_bytes()) for rank in range(self.world_size)]
+        self._commit(compose(messages))
         keep(self.folder, self.target, keep_last)
         _write_whole(self._signal(0, "done"), b"")
 
@@ -232,7 +232,7 @@ class Attempt:
         sync_folder(self.folder)
 
     def failure_of_others(self) -> Exception | None:
-        """What another rank told by `fail`, if one did."""
+        """The error that another rank reported by `fail`, if one did."""
         failed = {rank: self._signal(rank, "failed") for rank in range(self.world_size) if rank != self.rank}
         return next((ERRORS.decode(file.read_bytes(), rank) for rank, file in failed.items() if file.exists()), None)
 
@@ -272,10 +272,10 @@ def keep(folder: Path, saved: Path, keep_last: int | None) -> None:
 
     What cannot be removed stays, with a warning: the new one is there.
     """
-    found = [path for path in steps(folder) if path != saved]
-    gone = [path for path in found if step_of(path) == step_of(saved)]
+    present = [path for path in steps(folder) if path != saved]
+    gone = [path for path in present if step_of(path) == step_of(saved)]
     if keep_last is not None:
-        others = [path for path in found if path not in gone]
+        others = [path for path in present if path not in gone]
         kept = [path for path in reversed(others) if is_complete(path)][: keep_last - 1]
         oldest = min([step_of(path) for path in kept], default=step_of(saved))
         gone += [p for p in others if p not in kept and (step_of(p) < oldest or is_complete(p))]

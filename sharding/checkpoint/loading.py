@@ -28,7 +28,7 @@ from .manifest import WEIGHT, Manifest, Stored, read_manifest
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load found besides tensors: the step and `extra` of the save, and how checkpoint and model differed."""
+    """The result of a load besides tensors: step and `extra` of the save, and how checkpoint and model differed."""
 
     step: int
     extra: Mapping[str, Any]
@@ -190,16 +190,16 @@ class _Work:
                         leaf.put_value(name, key, value)
 
     def _table(self, name: str) -> list[Fill]:
-        table, found = self._contents.tables[name], []
+        table, fills = self._contents.tables[name], []
         for home in table.homes:
             for cells in table.cells(home):
                 pieces = self._matched.pieces.get((name, cells.state), [])
                 what = name if cells.state == WEIGHT else f"{name}: {table.rule} {cells.state}"
                 if cells.tensor.dim() == 2:
-                    found += _cells_of(what, pieces, cells)
+                    fills += _cells_of(what, pieces, cells)
                 else:
-                    found += self._rows_of(what, pieces, cells)
-        return found
+                    fills += self._rows_of(what, pieces, cells)
+        return fills
 
     def _rows_of(self, what: str, pieces: list[Stored], cells: Cells) -> list[Fill]:
         """How the numbers of rows, made of some columns, come out of those that are stored."""
@@ -211,7 +211,7 @@ class _Work:
                 f" for columns {wanted}: resplit='mean' takes the mean over columns, and tables with"
                 " row_state='table' have one number for whole rows"
             )
-        found = []
+        fills = []
         for piece in pieces:
             made_of = piece.cells[1]
             shared = overlap((made_of,), (wanted,))
@@ -219,19 +219,19 @@ class _Work:
             if shared is None or rows is None or (wanted in have and made_of != wanted):
                 continue
             share = 1.0 if made_of == wanted else (shared[0][1] - shared[0][0]) / (wanted[1] - wanted[0])
-            found.append(Fill(what, piece, (piece.cells[0][0],), rows, cells.tensor, (cells.rows,), share))
-        return found
+            fills.append(Fill(what, piece, (piece.cells[0][0],), rows, cells.tensor, (cells.rows,), share))
+        return fills
 
     def _whole(self, what: str, pieces: list[Stored], tensor: Tensor) -> list[Fill]:
         """A dense tensor, from one piece or from those of a table."""
         place = tuple((0, size) for size in tensor.shape)
-        found = []
+        fills = []
         for piece in pieces:
             box = box_of(piece)
             shared = overlap(place, box) if place else ()
             if shared is not None:
-                found.append(Fill(what, piece, tuple(low for low, _ in box), shared, tensor, place))
-        return found
+                fills.append(Fill(what, piece, tuple(low for low, _ in box), shared, tensor, place))
+        return fills
 
     def _dense_states(self, leaf: Leaf, name: str) -> None:
         """States of a dense parameter; one that has none yet gets them."""
@@ -256,7 +256,7 @@ class _Work:
             self._made.append((leaf, name, {**made, **self._matched.values.get(name, {})}))
 
     def _counted_steps(self) -> list[tuple[Any, int]]:
-        """What each group of tables counts on from.
+        """The step that each group of tables counts on from.
 
         Raises:
             ValueError: its tables saw different numbers of updates, and their rule reads the number.
@@ -265,7 +265,7 @@ class _Work:
         for name, table in self._contents.tables.items():
             for home in table.homes if table.optimizer is not None else ():
                 homes.setdefault(id(home.group), []).append((name, home))
-        found = []
+        counted = []
         for members in homes.values():
             names = dict.fromkeys(name for name, _ in members if name in self._matched.steps)
             # tables that no feature looks up are never updated
@@ -278,17 +278,17 @@ class _Work:
                     " model counts them together: give them optimizers of their own"
                 )
             if counts:
-                found.append((members[0][1].group, max(counts.values())))
-        return found
+                counted.append((members[0][1].group, max(counts.values())))
+        return counted
 
     def _settings(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Settings of all groups of all optimizers, and what they become."""
-        found = []
+        settings = []
         rename = self._matched.rename
         saved = [{**g, "params": [rename.get(n, n) for n in g["params"]]} for g in self._manifest.fused]
         for prefix, optimizer in self._contents.fused:
             names = {id(param): prefix + name for name, param in optimizer.params.items()}
-            found += [(group, _settings_of(group, names, saved)) for group in optimizer.param_groups]
+            settings += [(group, _settings_of(group, names, saved)) for group in optimizer.param_groups]
         for leaf in self._contents.leaves:
             saved = [
                 {**_settings(g), "params": [rename.get(n, n) for n in g["params"]]}
@@ -297,8 +297,8 @@ class _Work:
                 if g.get("optimizer", leaf.kind) == leaf.kind
             ]
             names = {id(param): name for name, param in leaf.params.items()}
-            found += [(group, _settings_of(group, names, saved)) for group in leaf.optimizer.param_groups]
-        return found
+            settings += [(group, _settings_of(group, names, saved)) for group in leaf.optimizer.param_groups]
+        return settings
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,25 +306,25 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings_of(group: Mapping[str, Any], names: Mapping[int, str], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a group's settings become, in the types that they have."""
+    """The saved settings of a group, in the types that its own have."""
     values = _hyper_of([names.get(id(param), "") for param in group["params"]], saved)
     for key, value in values.items():
-        mine = group.get(key)
-        if isinstance(mine, Tensor):
-            values[key] = torch.full_like(mine, value)
-        elif isinstance(mine, tuple):
+        current = group.get(key)
+        if isinstance(current, Tensor):
+            values[key] = torch.full_like(current, value)
+        elif isinstance(current, tuple):
             values[key] = tuple(value)
     return values
 
 
 def _cells_of(what: str, pieces: list[Stored], cells: Cells) -> list[Fill]:
-    place, found = (cells.rows, cells.columns), []
+    place, fills = (cells.rows, cells.columns), []
     for piece in pieces:
         box = box_of(piece)
         shared = overlap(place, box)
         if shared is not None:
-            found.append(Fill(what, piece, (box[0][0], box[1][0]), shared, cells.tensor, place))
-    return found
+            fills.append(Fill(what, piece, (box[0][0], box[1][0]), shared, cells.tensor, place))
+    return fills
 
 
 def box_of(stored: Stored) -> Box:

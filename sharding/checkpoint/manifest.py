@@ -133,18 +133,18 @@ class Manifest:
     @cached_property
     def by_address(self) -> dict[tuple[str, str, str], list[Stored]]:
         """The pieces of each (kind, name, state)."""
-        found: dict[tuple[str, str, str], list[Stored]] = {}
-        for one in self.tensors:
-            found.setdefault((one.kind, one.name, one.state), []).append(one)
-        return found
+        pieces: dict[tuple[str, str, str], list[Stored]] = {}
+        for tensor in self.tensors:
+            pieces.setdefault((tensor.kind, tensor.name, tensor.state), []).append(tensor)
+        return pieces
 
     @cached_property
     def by_file(self) -> dict[str, list[Stored]]:
         """The tensors of each file."""
-        found: dict[str, list[Stored]] = {one.name: [] for one in self.files}
-        for one in self.tensors:
-            found[one.file].append(one)
-        return found
+        tensors: dict[str, list[Stored]] = {file.name: [] for file in self.files}
+        for tensor in self.tensors:
+            tensors[tensor.file].append(tensor)
+        return tensors
 
 
 def to_bytes(manifest: Manifest) -> bytes:
@@ -153,41 +153,42 @@ def to_bytes(manifest: Manifest) -> bytes:
     Raises:
         ValueError, TypeError: `extra` or a setting is not JSON, or no reader would take the manifest.
     """
-    for what, said in (
+    for what, value in (
         ("extra", manifest.extra),
-        ("a setting of a table", [one.settings for one in manifest.tables.values()]),
+        ("a setting of a table", [facts.settings for facts in manifest.tables.values()]),
         ("param_groups", [manifest.fused, manifest.dense]),
         ("a state of a parameter", manifest.values),
     ):
-        require_json(what, said)
+        require_json(what, value)
     tables = {
         name: {
-            "table": one.table, "rows": one.rows, "dim": one.dim, "dtype": dtype_name(one.dtype),
-            "row_state": one.row_state, "rule": one.rule, "settings": dict(one.settings), "steps": one.steps,
+            "table": facts.table, "rows": facts.rows, "dim": facts.dim, "dtype": dtype_name(facts.dtype),
+            "row_state": facts.row_state, "rule": facts.rule, "settings": dict(facts.settings), "steps": facts.steps,
             "shards": [
-                {"rank": s.rank, "rows": s.rows, "columns": s.cols, "replica": s.replica} for s in one.shards
+                {"rank": s.rank, "rows": s.rows, "columns": s.cols, "replica": s.replica} for s in facts.shards
             ],
         }
-        for name, one in manifest.tables.items()
+        for name, facts in manifest.tables.items()
     }  # fmt: skip
     tensors = [
         {
-            "kind": one.kind, "name": one.name, "state": one.state, "rows": one.rows, "columns": one.columns,
-            "shape": one.shape, "dtype": dtype_name(one.dtype), "file": one.file, "key": one.key,
+            "kind": tensor.kind, "name": tensor.name, "state": tensor.state, "rows": tensor.rows,
+            "columns": tensor.columns, "shape": tensor.shape, "dtype": dtype_name(tensor.dtype),
+            "file": tensor.file, "key": tensor.key,
         }
-        for one in manifest.tensors
+        for tensor in manifest.tensors
     ]  # fmt: skip
     whole = {
         "step": manifest.step, "world_size": manifest.world_size, "versions": dict(manifest.versions),
         "extra": dict(manifest.extra), "tables": tables, "tensors": tensors,
-        "files": [{"name": one.name, "bytes": one.bytes, "sha256": one.sha256} for one in manifest.files],
+        "files": [{"name": file.name, "bytes": file.bytes, "sha256": file.sha256} for file in manifest.files],
         "fused": list(manifest.fused), "dense": list(manifest.dense), "values": dict(manifest.values),
         "aliases": dict(manifest.aliases),
     }  # fmt: skip
-    found = seal(json.dumps(whole, allow_nan=False).encode())
-    if len(found) > MAX_BYTES:
-        raise ValueError(f"the manifest would have {len(found)} bytes, at most {MAX_BYTES} are read: is extra large?")
-    return found
+    sealed = seal(json.dumps(whole, allow_nan=False).encode())
+    if len(sealed) > MAX_BYTES:
+        raise ValueError(f"the manifest would have {len(sealed)} bytes, at most {MAX_BYTES} are read: is extra large?")
+    return sealed
 
 
 def require_json(what: str, value: Any) -> None:
@@ -216,7 +217,7 @@ def _levels(value: Any, most: int) -> int:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     if inner is None:
         return 0
-    return 1 + (max((_levels(one, most - 1) for one in inner), default=0) if most else 0)
+    return 1 + (max((_levels(item, most - 1) for item in inner), default=0) if most else 0)
 
 
 def seal(content: bytes) -> bytes:
@@ -253,23 +254,25 @@ def read_with_notes(path: str | os.PathLike[str]) -> tuple[Manifest, str]:
     except ValueError as error:
         raise CheckpointDamaged(str(error)) from None
     try:
-        found = _manifest(_checked(data))
+        manifest = _manifest(_checked(data))
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
         raise CheckpointDamaged(f"{file}: {type(error).__name__}: {error}") from error
     # absolute, as "." has a name too
     named = STEP.fullmatch(file.parent.absolute().name)
-    if named is not None and int(named[1]) != found.step:
-        raise CheckpointDamaged(f"{file} is of step {found.step}, its folder of step {int(named[1])}: one was changed")
+    if named is not None and int(named[1]) != manifest.step:
+        raise CheckpointDamaged(
+            f"{file} is of step {manifest.step}, its folder of step {int(named[1])}: one was changed"
+        )
     if data.startswith(_BEGIN):
-        return found, ""
-    return found, (
+        return manifest, ""
+    return manifest, (
         f"{file} has no checksum of its own (format {_UNCHECKED}, written before manifests had one): nothing shows"
         " whether step, extra, settings and plan are those that were saved; `shardwise ckpt reshard` writes it anew"
     )
 
 
 def _checked(data: bytes) -> Any:
-    """What a manifest says.
+    """The parsed content of a manifest.
 
     Raises:
         ValueError: it is no JSON of a known format, or not what was written.
@@ -279,13 +282,13 @@ def _checked(data: bytes) -> Any:
         if data[at : at + _DIGITS] != _checksum(data[at + _DIGITS :]):
             raise ValueError("it was changed after it was written: its checksum is not that of its bytes")
         return parse_json(data)
-    found = parse_json(data)
+    content = parse_json(data)
     # one with a checksum whose beginning was changed is not taken for one from before there were any
-    if isinstance(found, dict) and found.get("format") == _UNCHECKED:
-        if strange := sorted(set(found) ^ _KEYS):
+    if isinstance(content, dict) and content.get("format") == _UNCHECKED:
+        if strange := sorted(set(content) ^ _KEYS):
             raise ValueError(f"format {_UNCHECKED} with other keys than it has: {strange[0]!r}")
-        return found
-    number = found.get("format") if isinstance(found, dict) else type(found).__name__
+        return content
+    number = content.get("format") if isinstance(content, dict) else type(content).__name__
     if number == FORMAT:
         raise ValueError(f"format {FORMAT} begins with {_BEGIN.decode()!r}: it was changed after it was written")
     raise ValueError(f"format {repr(number)[:80]}, this version reads formats {_UNCHECKED} and {FORMAT}")
@@ -302,22 +305,23 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _manifest(data: Any) -> Manifest:
-    files = tuple(_file(one) for one in _list(data["files"]))
-    names = {one.name for one in files}
-    if twice := repeated(one.name for one in files):
+    files = tuple(_file(file) for file in _list(data["files"]))
+    names = {file.name for file in files}
+    if twice := repeated(file.name for file in files):
         raise ValueError(f"file {twice[0]!r} is listed twice")
-    tables = {_text(name): _table(_text(name), one) for name, one in _dict(data["tables"]).items()}
-    tensors = tuple(_stored(one, tables, names) for one in _list(data["tensors"]))
-    if twice_there := repeated((one.file, one.key) for one in tensors):
+    tables = {_text(name): _table(_text(name), table) for name, table in _dict(data["tables"]).items()}
+    tensors = tuple(_stored(tensor, tables, names) for tensor in _list(data["tensors"]))
+    if twice_there := repeated((tensor.file, tensor.key) for tensor in tensors):
         raise ValueError(f"tensor {twice_there[0][1]!r} is listed twice")
-    found = Manifest(
+    manifest = Manifest(
         _number(data["step"]), _number(data["world_size"]), _dict(data["versions"]), _dict(data["extra"]), tables,
-        tensors, files, [_group(one) for one in _list(data["fused"])], [_group(one) for one in _list(data["dense"])],
-        {_text(name): _dict(one) for name, one in _dict(data["values"]).items()},
-        {_text(name): _text(one) for name, one in _dict(data["aliases"]).items()},
+        tensors, files,
+        [_group(group) for group in _list(data["fused"])], [_group(group) for group in _list(data["dense"])],
+        {_text(name): _dict(values) for name, values in _dict(data["values"]).items()},
+        {_text(name): _text(original) for name, original in _dict(data["aliases"]).items()},
     )  # fmt: skip
-    require_whole(found)
-    return found
+    require_whole(manifest)
+    return manifest
 
 
 def _table(name: str, data: Any) -> TableFacts:
@@ -325,9 +329,13 @@ def _table(name: str, data: Any) -> TableFacts:
         raise ValueError(f"table {name!r}: row_state {data['row_state']!r} is none of {ROW_STATES}")
     shards = tuple(
         Shard(
-            _text(data["table"]), _number(one["rank"]), _span(one["rows"]), _span(one["columns"]), bool(one["replica"])
+            _text(data["table"]),
+            _number(shard["rank"]),
+            _span(shard["rows"]),
+            _span(shard["columns"]),
+            bool(shard["replica"]),
         )
-        for one in _list(data["shards"])
+        for shard in _list(data["shards"])
     )
     return TableFacts(
         _text(data["table"]), _number(data["rows"]), _number(data["dim"]), _dtype(data["dtype"]), data["row_state"],
@@ -349,15 +357,15 @@ def _stored(data: Any, tables: Mapping[str, TableFacts], files: set[str]) -> Sto
             raise ValueError(f"tensor {name!r} of rows {rows} and columns {columns} has shape {list(shape)}")
     if file not in files:
         raise ValueError(f"tensor {name!r} is in file {file!r}, which is not listed")
-    found = Stored(kind, name, _text(data["state"]), shape, _dtype(data["dtype"]), rows, columns, file)
-    if data["key"] != found.key:
-        raise ValueError(f"tensor {found.key!r} has key {data['key']!r}")
-    return found
+    stored = Stored(kind, name, _text(data["state"]), shape, _dtype(data["dtype"]), rows, columns, file)
+    if data["key"] != stored.key:
+        raise ValueError(f"tensor {stored.key!r} has key {data['key']!r}")
+    return stored
 
 
 def require_whole(manifest: Manifest) -> None:
     """The pieces of each table cover it once, in every state; all others are in one piece."""
-    place = {one.name: number for number, one in enumerate(manifest.files)}
+    place = {file.name: number for number, file in enumerate(manifest.files)}
     for name in manifest.tables:
         if (TABLE, name, WEIGHT) not in manifest.by_address:
             raise ValueError(f"table {name!r} has no rows")
@@ -367,9 +375,11 @@ def require_whole(manifest: Manifest) -> None:
                 raise ValueError(f"{name!r}: {state} is there {len(pieces)} times")
             continue
         facts = manifest.tables[name]
-        if len({(len(one.shape), one.dtype) for one in pieces}) > 1 or (state == WEIGHT and len(pieces[0].shape) != 2):
+        if len({(len(piece.shape), piece.dtype) for piece in pieces}) > 1 or (
+            state == WEIGHT and len(pieces[0].shape) != 2
+        ):
             raise ValueError(f"table {name!r}: the pieces of {state} are not of one kind")
-        boxes = [Shard(name, place[one.file], one.rows or (0, 0), one.columns or (0, 0)) for one in pieces]
+        boxes = [Shard(name, place[piece.file], piece.rows or (0, 0), piece.columns or (0, 0)) for piece in pieces]
         try:
             validate(boxes, {name: (facts.rows, facts.dim)}, len(place))
         except ValueError as error:
@@ -405,10 +415,10 @@ def sizes(data: Any) -> tuple[int, ...]:
 
 
 def _dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, _text(name), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, _text(name), None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name!r} is unknown")
-    return found
+    return dtype
 
 
 def _span(data: Any) -> Span:

@@ -78,33 +78,33 @@ class Source:
     def _cells(self, pieces: Sequence[Stored], wanted: Stored, rows: Span, columns: Span) -> Tensor:
         per_row, height = len(wanted.shape) == 1, rows[1] - rows[0]
         if per_row:
-            exact = [one for one in pieces if one.columns == columns]
+            exact = [piece for piece in pieces if piece.columns == columns]
             if not exact:
                 return self._mean(pieces, wanted, rows, columns)
             pieces = exact
-        found = torch.empty((height, *wanted.shape[1:]), dtype=wanted.dtype)
-        for one in pieces:
-            assert one.rows is not None and one.columns is not None
-            lines, across = _shared(one.rows, rows), _shared(one.columns, columns)
+        cells = torch.empty((height, *wanted.shape[1:]), dtype=wanted.dtype)
+        for piece in pieces:
+            assert piece.rows is not None and piece.columns is not None
+            lines, across = _shared(piece.rows, rows), _shared(piece.columns, columns)
             if lines is None or across is None:
                 continue
-            read, place = [_within(lines, one.rows)], [_within(lines, rows)]
+            read, place = [_within(lines, piece.rows)], [_within(lines, rows)]
             if not per_row:
-                read.append(_within(across, one.columns))
+                read.append(_within(across, piece.columns))
                 place.append(_within(across, columns))
-            found[tuple(slice(*span) for span in place)] = self._files.read(one, tuple(read))
-        return found
+            cells[tuple(slice(*span) for span in place)] = self._files.read(piece, tuple(read))
+        return cells
 
     def _mean(self, pieces: Sequence[Stored], wanted: Stored, rows: Span, columns: Span) -> Tensor:
-        found = torch.zeros(rows[1] - rows[0])
-        for one in pieces:
-            assert one.rows is not None and one.columns is not None
-            lines, across = _shared(one.rows, rows), _shared(one.columns, columns)
+        mean = torch.zeros(rows[1] - rows[0])
+        for piece in pieces:
+            assert piece.rows is not None and piece.columns is not None
+            lines, across = _shared(piece.rows, rows), _shared(piece.columns, columns)
             if lines is not None and across is not None:
                 share = (across[1] - across[0]) / (columns[1] - columns[0])
-                values = self._files.read(one, (_within(lines, one.rows),))
-                found[slice(*_within(lines, rows))].add_(values.float(), alpha=share)
-        return found.to(wanted.dtype)
+                values = self._files.read(piece, (_within(lines, piece.rows),))
+                mean[slice(*_within(lines, rows))].add_(values.float(), alpha=share)
+        return mean.to(wanted.dtype)
 
 
 def write_offline(
@@ -118,13 +118,15 @@ def write_offline(
         ValueError: the tensors do not make up the tables.
         BlockingIOError, OSError: as `save`.
     """
-    names = sorted({one.file for one in manifest.tensors})
+    names = sorted({tensor.file for tensor in manifest.tensors})
     require_whole(replace(manifest, files=tuple(FileFacts(name, 0, "") for name in names)))
     attempt = Attempt.begin(Path(folder), manifest.step, world_size=1)
     try:
         attempt.join()
         files = tuple(
-            write_streams(attempt.data / name, [(one, blocks(one)) for one in manifest.tensors if one.file == name])
+            write_streams(
+                attempt.data / name, [(tensor, blocks(tensor)) for tensor in manifest.tensors if tensor.file == name]
+            )
             for name in names
         )
         attempt.report({})
@@ -161,7 +163,9 @@ def export(path: str | os.PathLike[str], target: str | os.PathLike[str], *, stat
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         with Source(path) as source:
-            write_named(part, [(name, one, source.blocks(one)) for name, one in _whole(source.manifest, states)])
+            write_named(
+                part, [(name, stored, source.blocks(stored)) for name, stored in _whole(source.manifest, states)]
+            )
         os.replace(part, target)
         sync_folder(target.parent)
     finally:
@@ -177,14 +181,14 @@ def _whole(manifest: Manifest, states: bool) -> Iterator[tuple[str, Stored]]:
     for (kind, name, state), pieces in manifest.by_address.items():
         if not states and (kind == OPTIMIZER or state != WEIGHT):
             continue
-        for one in _joined(manifest, pieces) if kind == TABLE else pieces[:1]:
+        for stored in _joined(manifest, pieces) if kind == TABLE else pieces[:1]:
             if state == WEIGHT and kind in (TABLE, DENSE):
                 # a parameter of several names is there by each of them, as in a state dict
-                yield from ((known, one) for known in (name, *names.get(name, ())))
+                yield from ((known, stored) for known in (name, *names.get(name, ())))
             else:
                 blocks = {piece.columns for piece in pieces}
-                place = f"/{one.columns[0]}:{one.columns[1]}" if one.columns and len(blocks) > 1 else ""
-                yield f"{name}/{state}{place}", one
+                place = f"/{stored.columns[0]}:{stored.columns[1]}" if stored.columns and len(blocks) > 1 else ""
+                yield f"{name}/{state}{place}", stored
 
 
 def _joined(manifest: Manifest, pieces: list[Stored]) -> list[Stored]:
@@ -192,5 +196,5 @@ def _joined(manifest: Manifest, pieces: list[Stored]) -> list[Stored]:
     facts, first = manifest.tables[pieces[0].name], pieces[0]
     if len(first.shape) == 2:
         return [replace(first, shape=(facts.rows, facts.dim), rows=(0, facts.rows), columns=(0, facts.dim))]
-    blocks = sorted({one.columns for one in pieces if one.columns is not None})
+    blocks = sorted({piece.columns for piece in pieces if piece.columns is not None})
     return [replace(first, shape=(facts.rows,), rows=(0, facts.rows), columns=columns) for columns in blocks]

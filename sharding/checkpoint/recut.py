@@ -85,7 +85,7 @@ def _cuts(
     """The shards of every table, empty ones left out."""
     asked = _asked(manifest, world_size, plan)
     dealt = _Dealer(world_size)
-    found = {}
+    cuts = {}
     # the largest first, so that loads come out even
     for name, facts in sorted(manifest.tables.items(), key=lambda item: -item[1].rows * item[1].dim):
         cut = asked.get(name)
@@ -101,14 +101,14 @@ def _cuts(
             shards = [replace(shard, rank=dealt.next(_cells(shard))) for shard in facts.shards]
         validate([replace(shard, table=name) for shard in shards], {name: (facts.rows, facts.dim)}, world_size)
         kept = [shard for shard in shards if _cells(shard)]
-        found[name] = sorted(kept, key=lambda shard: (shard.cols, shard.rows, shard.rank))
-    return found
+        cuts[name] = sorted(kept, key=lambda shard: (shard.cols, shard.rows, shard.rank))
+    return cuts
 
 
 def _asked(
     manifest: Manifest, world_size: int, plan: ShardingPlan | Mapping[str, Cut] | str | None
 ) -> Mapping[str, Cut]:
-    """What the plan says of each parameter that it names."""
+    """The cut of each parameter that the plan names."""
     if isinstance(plan, ShardingPlan):
         return {
             name: cut for name, facts in manifest.tables.items() if (cut := _in_plan(name, facts, plan, world_size))
@@ -128,8 +128,8 @@ def _in_plan(name: str, facts: TableFacts, plan: ShardingPlan, world_size: int) 
     paths = [path for path, tables in plan.plan.items() if facts.table in tables and f".{name}".startswith(f".{path}")]
     if not paths:
         return []
-    one = plan.plan[max(paths, key=len)][facts.table]
-    return shards_of(facts.table, one, facts.rows, facts.dim, world_size)
+    parameter_sharding = plan.plan[max(paths, key=len)][facts.table]
+    return shards_of(facts.table, parameter_sharding, facts.rows, facts.dim, world_size)
 
 
 def _by_strategy(facts: TableFacts, strategy: str, world_size: int, dealt: _Dealer) -> list[Shard]:
@@ -163,7 +163,7 @@ def _pieces(
     """A table's rows or a state of them in the pieces of the new cut; of replicas the one of rank `home`."""
     shards = [shard for shard in facts.shards if not shard.replica or shard.rank == home]
     per_row = len(old[0].shape) == 1
-    have = {one.cells[1] for one in old}
+    have = {piece.cells[1] for piece in old}
     if per_row and facts.row_state == "table" and have == {(0, facts.dim)}:
         # the first column block keeps what all of them share
         first = {min(shard.cols for shard in shards)}

@@ -54,10 +54,10 @@ def rule_of(parameter: str, dims: Collection[int], rules: Mapping[str, str] | st
     Raises:
         ValueError: `rules` names none, or one of other states, or without it there is none with such states.
     """
-    said = rules if isinstance(rules, str) or rules is None else rules.get(parameter)
-    if said is None and tuple(dims) not in _RULES:
+    named = rules if isinstance(rules, str) or rules is None else rules.get(parameter)
+    if named is None and tuple(dims) not in _RULES:
         raise ValueError(f"{parameter}: no rule has states of {list(dims)} dimensions: say rules={{parameter: rule}}")
-    rule = said or _RULES[tuple(dims)]
+    rule = named or _RULES[tuple(dims)]
     kinds = tuple(1 if kind == "row" else 2 for kind in rule_named(rule).kinds)
     if kinds != tuple(dims):
         raise ValueError(f"{parameter}: the states of {rule} have {list(kinds)} dimensions, those saved {list(dims)}")
@@ -70,12 +70,12 @@ def steps_of(parameter: str, rule: str, saved: int | None, given: int | None) ->
     Raises:
         ValueError: its rule reads that, and nobody says.
     """
-    found = saved if given is None else given
-    if found is None and rule_named(rule).counts_steps:
+    counted = saved if given is None else given
+    if counted is None and rule_named(rule).counts_steps:
         raise ValueError(
             f"{parameter}: {rule} reads how many updates it has made, which TorchRec does not save: say steps="
         )
-    return found or 0
+    return counted or 0
 
 
 def optimizer_state_from_torchrec(state_dict: Mapping[str, Any], *, steps: int | None = None) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def optimizer_state_from_torchrec(state_dict: Mapping[str, Any], *, steps: int |
     Raises:
         ValueError: a state has no counterpart, or there are second moments and no `steps`.
     """
-    found = {}
+    renamed = {}
     for parameter, states in state_dict["state"].items():
         table, made = table_in(parameter), dict(states)
         if table is not None and all(key.startswith(f"{table}.") for key in states):
@@ -98,8 +98,8 @@ def optimizer_state_from_torchrec(state_dict: Mapping[str, Any], *, steps: int |
             if f"{table}.momentum2" in made and f"{table}.{STEP}" not in made:
                 count = steps_of(parameter, "adam", None, steps)
                 made[f"{table}.{STEP}"] = torch.tensor([count])
-        found[parameter] = made
-    return {**state_dict, "state": found}
+        renamed[parameter] = made
+    return {**state_dict, "state": renamed}
 
 
 def optimizer_state_to_torchrec(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,11 +107,11 @@ def optimizer_state_to_torchrec(state_dict: Mapping[str, Any]) -> dict[str, Any]
 
     Give TorchRec's optimizer the count of updates by its `set_optimizer_step`.
     """
-    found = {}
+    by_parameter = {}
     for parameter, states in state_dict["state"].items():
         table, made = table_in(parameter), dict(states)
         if table is not None and all(key.startswith(f"{table}.") for key in states):
             renamed = {their_state(key.rpartition(".")[2]): value for key, value in states.items()}
             made = {f"{table}.{name}": value for name, value in renamed.items() if name is not None}
-        found[parameter] = made
-    return {"state": found}
+        by_parameter[parameter] = made
+    return {"state": by_parameter}

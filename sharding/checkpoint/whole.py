@@ -35,15 +35,15 @@ def full_state_dict(model_or_path: nn.Module | str | os.PathLike[str]) -> dict[s
 def _of_model(model: nn.Module) -> dict[str, Tensor]:
     link = link_of(model)
     contents = agree(link, lambda: (contents_of(model, None, link), 0))
-    found = {name: _gathered(table) for name, table in contents.tables.items()}
-    found.update({name: tensor.detach().to("cpu", copy=True) for name, tensor in contents.dense.items()})
-    return {**found, **{name: found[one] for name, one in contents.aliases.items()}}
+    tensors = {name: _gathered(table) for name, table in contents.tables.items()}
+    tensors.update({name: tensor.detach().to("cpu", copy=True) for name, tensor in contents.dense.items()})
+    return {**tensors, **{name: tensors[original] for name, original in contents.aliases.items()}}
 
 
 @torch.no_grad()
 def _gathered(table: HeldTable) -> Tensor:
     """A table's rows, from the ranks that hold them, a block at a time."""
-    whole = torch.empty(table.rows, table.dim, dtype=table.dtype, device="cpu")
+    whole = torch.empty(table.rows, table.dim, dtype=table.dtype, device="cpu")  # [rows, dim]
     homes = {home.shard: home for home in table.homes}
     exchange = Exchange(table.group)
     for shard in table.shards:
@@ -52,20 +52,21 @@ def _gathered(table: HeldTable) -> Tensor:
             continue
         place = part_of(whole, ((0, table.rows), (0, table.dim)), (shard.rows, shard.cols))
         for low, high in row_blocks((0, shard.rows[1] - shard.rows[0]), width * table.dtype.itemsize):
-            mine = homes[shard].group.view(homes[shard].number)[low:high] if shard in homes else None
+            block = homes[shard].group.view(homes[shard].number)[low:high] if shard in homes else None
             if shard.replica or exchange.alone:
-                assert mine is not None
-                place[low:high] = mine.cpu()
+                assert block is not None
+                place[low:high] = block.cpu()
                 continue
             # the owner sends it to all, itself too
             size, world = (high - low) * width, exchange.world_size
             send = (
                 torch.empty(0, dtype=table.dtype, device=table.device)
-                if mine is None
-                else mine.reshape(-1).repeat(world)
+                if block is None
+                else block.reshape(-1).repeat(world)
             )
             sizes = [size if rank == shard.rank else 0 for rank in range(world)]
-            came = exchange.numbers(send, [0 if mine is None else size] * world, sizes).wait()
+            came = exchange.numbers(send, [0 if block is None else size] * world, sizes).wait()
+            # numbers [(high - low) * width] from the owner, none from the others
             place[low:high] = came.cpu().view(high - low, width)
     return whole
 
@@ -74,7 +75,7 @@ def _of_files(path: Path) -> dict[str, Tensor]:
     manifest = read_manifest(path)
     for facts in manifest.files:
         check_checksum(path, facts)
-    files, found = TensorFiles(path, manifest), {}
+    files, tensors = TensorFiles(path, manifest), {}
     for (kind, name, state), pieces in manifest.by_address.items():
         if state != WEIGHT or kind == OPTIMIZER:
             continue
@@ -88,6 +89,6 @@ def _of_files(path: Path) -> dict[str, Tensor]:
             shift = tuple(low for low, _ in box)
             for part, block in files.blocks(piece, within(box, shift)):
                 part_of(target, within(box, shift), part).copy_(block)
-        found[name] = whole
+        tensors[name] = whole
     files.close()
-    return {**found, **{name: found[one] for name, one in manifest.aliases.items()}}
+    return {**tensors, **{name: tensors[original] for name, original in manifest.aliases.items()}}
