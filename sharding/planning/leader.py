@@ -30,7 +30,7 @@ _ERRORS = ErrorCodec(
 
 
 def plan_on_leader(pg: dist.ProcessGroup | None, make: Callable[[], ShardingPlan]) -> ShardingPlan:
-    """What `make` returns on rank 0 of the group, on all of them; all ranks call this together.
+    """The plan that `make` returns on rank 0 of the group, on all ranks, which call this together.
 
     Raises:
         What `make` raised: PlannerError and Python's own as they are, others as RuntimeError with their text.

@@ -46,10 +46,10 @@ def options_of(
     `modules` are by path, `parameters` by the path of their table. Tables that share a rank share its cost evenly.
     """  # fmt: skip
     together = {name: len(item.names) for item in planned.problem.items for name in item.names}
-    found = []
+    options = []
     for table, choice, starts in planned.placed():
-        said = constraints.get(table.name, constraints.get("*", ParameterConstraints()))
-        found.append(
+        constraint = constraints.get(table.name, constraints.get("*", ParameterConstraints()))
+        options.append(
             ShardingOption(
                 name=table.name,
                 tensor=parameters[table.path],
@@ -60,24 +60,24 @@ def options_of(
                 partition_by=get_partition_by_type(choice.sharding_type),
                 compute_kernel=choice.compute_kernel,
                 shards=_shards(planned, table, choice, starts, together[table.path]),
-                cache_params=said.cache_params,
-                enforce_hbm=said.enforce_hbm,
-                stochastic_rounding=said.stochastic_rounding,
-                bounds_check_mode=said.bounds_check_mode,
+                cache_params=constraint.cache_params,
+                enforce_hbm=constraint.enforce_hbm,
+                stochastic_rounding=constraint.stochastic_rounding,
+                bounds_check_mode=constraint.bounds_check_mode,
                 is_pooled=table.pooled,
                 feature_names=[feature.name for feature in table.features],
-                output_dtype=said.output_dtype,
-                key_value_params=said.key_value_params,
+                output_dtype=constraint.output_dtype,
+                key_value_params=constraint.key_value_params,
                 num_poolings=[feature.num_poolings for feature in table.features],
             )
         )
-    return found
+    return options
 
 
 def _shards(planned: Planned, table: Table, choice: Choice, starts: tuple[int, ...], sharers: int) -> list[Shard]:
     parts = dict(zip(PARTS, choice.parts_ms.reshape(len(PARTS), -1) / sharers, strict=True))
     hbm, ddr = choice.hbm.flatten() // sharers, choice.ddr.flatten() // sharers
-    found = []
+    shards = []
     for n, shard in enumerate(planned.shards(table, choice, starts)):
         perf = Perf(
             fwd_compute=float(parts["fwd_compute"][n] + parts["overhead"][n]),
@@ -89,8 +89,8 @@ def _shards(planned: Planned, table: Table, choice: Choice, starts: tuple[int, .
         )
         size = [shard.rows[1] - shard.rows[0], shard.cols[1] - shard.cols[0]]
         storage = Storage(int(hbm[n]), int(ddr[n]))
-        found.append(Shard(size, [shard.rows[0], shard.cols[0]], storage, perf, shard.rank))
-    return found
+        shards.append(Shard(size, [shard.rows[0], shard.cols[0]], storage, perf, shard.rank))
+    return shards
 
 
 def to_sharding_plan(sharding_options: Sequence[ShardingOption], topology: Topology) -> ShardingPlan:
@@ -137,8 +137,8 @@ def validate_modules_inclusion_in_sharding_plan(
     if device_group is not None and constraints is None:
         raise ValueError("device_group needs constraints: they say which tables are in it")
     missing = []
-    for paths, one, sharder in find_modules(module, sharders):
-        names = list(sharder.shardable_parameters(one))
+    for paths, child, sharder in find_modules(module, sharders):
+        names = list(sharder.shardable_parameters(child))
         if device_group is not None and constraints is not None:
             names = [name for name in names if name in constraints and constraints[name].device_group == device_group]
         if names and paths[0] not in sharding_plan.plan:
@@ -156,8 +156,8 @@ def validate_rank_assignment(sharding_plan: ShardingPlan, topology: Topology) ->
         PlannerError: one is not.
     """
     for path, of_module in sharding_plan.plan.items():
-        for name, one in of_module.items():
-            for shard in one.sharding_spec.shards if one.sharding_spec else ():
+        for name, sharding in of_module.items():
+            for shard in sharding.sharding_spec.shards if sharding.sharding_spec else ():
                 where = shard.placement
                 rank = None if where is None or isinstance(where, str) else where.rank()
                 if rank is None or not 0 <= rank < topology.world_size:
@@ -200,7 +200,7 @@ def extract_plan(
     Raises:
         PlannerError: two options of the search space have one storage hash, or some of what was loaded is not in it.
     """
-    found, seen = [], set()
+    chosen, seen = [], set()
     for option in search_space:
         number = option.storage_hash()
         if number in seen:
@@ -210,13 +210,13 @@ def extract_plan(
             )
         seen.add(number)
         if number in loaded_sharding_options:
-            found.append(_with_shards(option, loaded_sharding_options[number].shards))
-    if len(found) != len(loaded_sharding_options):
+            chosen.append(_with_shards(option, loaded_sharding_options[number].shards))
+    if len(chosen) != len(loaded_sharding_options):
         raise PlannerError(
-            f"{len(loaded_sharding_options)} options were loaded, and {len(found)} of them are in the search space",
+            f"{len(loaded_sharding_options)} options were loaded, and {len(chosen)} of them are in the search space",
             PlannerErrorType.PLAN_LOADING_FAILED,
         )
-    return found
+    return chosen
 
 
 def _with_shards(option: ShardingOption, shards: list[Shard]) -> ShardingOption:

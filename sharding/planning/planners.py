@@ -97,13 +97,13 @@ class Explanation:
         return explain(replace(self.planned, solution=known))
 
     def about(self) -> dict[str, Any]:
-        """What the file of a plan says about it."""
-        found: dict[str, Any] = planned_to_json(self.planned)["about"]
-        return found
+        """The "about" part of the file of a plan."""
+        about: dict[str, Any] = planned_to_json(self.planned)["about"]
+        return about
 
 
 class EmbeddingPlannerBase(ABC):
-    """What planners share: the machines, the batch, what tables may do, and that one rank plans for all.
+    """The base of planners: the machines, the batch, what tables may do, and that one rank plans for all.
 
     Args:
         topology: the machines; by default those of this process and its process group.
@@ -177,10 +177,10 @@ class EmbeddingPlannerBase(ABC):
         used = get_default_sharders() if sharders is None else sharders
         plan = plan_on_leader(group, lambda: self.plan(module, used))
         for of_module in plan.plan.values():
-            for name, one in of_module.items():
+            for name, sharding in of_module.items():
                 # what does not travel as text, and every rank was given
-                said = constraint_of(self._constraints or {}, name) or ParameterConstraints()
-                one.cache_params, one.key_value_params = said.cache_params, said.key_value_params
+                constraint = constraint_of(self._constraints or {}, name) or ParameterConstraints()
+                sharding.cache_params, sharding.key_value_params = constraint.cache_params, constraint.key_value_params
         return plan
 
     def hash_planner_context_inputs(self) -> int:
@@ -264,7 +264,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         self._best_plan: list[ShardingOption] | None = None
         self._last_plan: Planned | None = None
         # what is said of a plan that our search made of a custom enumerator's options
-        self._told: str | None = None
+        self._summary: str | None = None
 
     def _require_known(self, cost: str | CostModel) -> None:
         """Refuse what only our search over our own options knows."""
@@ -273,16 +273,16 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
                 f"cost={cost!r} has no effect here: options of an enumerator have its estimators' costs; leave it out,"
                 " or leave enumerator, proposer, partitioner and performance_model to the planner"
             )
-        for name, one in (self._constraints or {}).items():
+        for name, constraint in (self._constraints or {}).items():
             if name == ANY:
                 raise ValueError(
                     "the constraint of '*' has no effect with an enumerator, proposer, partitioner or performance_model"
                     " of your own, which know tables by their names: leave it out, or these"
                 )
             for what in ("ranks", "not_on", "same_rank", "skew"):
-                if getattr(one, what):
+                if getattr(constraint, what):
                     raise ValueError(
-                        f"table {name!r}: the constraint {what}={getattr(one, what)!r} has no effect with an"
+                        f"table {name!r}: the constraint {what}={getattr(constraint, what)!r} has no effect with an"
                         " enumerator, proposer, partitioner or performance_model of your own: leave it out, or these"
                     )
 
@@ -304,9 +304,9 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         """
         begin = time.perf_counter()
         self._num_proposals = self._num_plans = 0
-        self._best_plan = self._last_plan = self._told = None
+        self._best_plan = self._last_plan = self._summary = None
         may_replicate = [
-            name for name, one in (self._constraints or {}).items() if DATA_PARALLEL in (one.sharding_types or ())
+            name for name, given in (self._constraints or {}).items() if DATA_PARALLEL in (given.sharding_types or ())
         ]
         model = tables_of_model(module, sharders, self._topology.compute_device, may_replicate)
         if not model.modules:
@@ -331,14 +331,14 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         plan = to_sharding_plan(options, self._topology)
         _add_rest(plan, model)
         _require_settings(plan, model)
-        self._tell(plan, options, sharders, time.perf_counter() - begin)
-        if not any(one.device_group for one in (self._constraints or {}).values()):
+        self._log_stats(plan, options, sharders, time.perf_counter() - begin)
+        if not any(constraint.device_group for constraint in (self._constraints or {}).values()):
             validate_modules_inclusion_in_sharding_plan(plan, module, sharders)
         validate_rank_assignment(plan, self._topology)
         validate_compute_kernels(options)
         if not self._callbacks:
             # a callback may have changed what would be explained
-            plan.explanation = self._told if self._last_plan is None else Explanation(self._last_plan)
+            plan.explanation = self._summary if self._last_plan is None else Explanation(self._last_plan)
         if _logger.isEnabledFor(logging.INFO) and plan.explanation is not None:
             _logger.info("%s", plan.explanation)
         return plan
@@ -371,14 +371,14 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
                 return loaded
         if self._is_ours:
             return self._search(search_space, reserved) if self._is_custom_enumerator else None
-        found = propose_plans(
+        proposed = propose_plans(
             search_space, self._enumerator, reserved, self._proposers, self._partitioner, self._perf_model,
             timeout_seconds=self._timeout_seconds,
         )  # fmt: skip
-        self._num_proposals, self._num_plans = found.proposals, found.plans
-        if found.best is None:
-            raise no_plan_error(found, self._topology, reserved, self._storage_reservation, self._batch_size)
-        return found.best
+        self._num_proposals, self._num_plans = proposed.proposals, proposed.plans
+        if proposed.best is None:
+            raise no_plan_error(proposed, self._topology, reserved, self._storage_reservation, self._batch_size)
+        return proposed.best
 
     def _search(self, search_space: list[ShardingOption], reserved: Topology) -> list[ShardingOption]:
         """Our search over options that a custom enumerator listed and priced."""
@@ -392,7 +392,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
                 PlannerErrorType.INSUFFICIENT_STORAGE,
             ) from error
         self._num_proposals = self._num_plans = 1
-        self._told = (
+        self._summary = (
             f"Plan: {len(options)} tables, {len(search_space)} options of {type(self._enumerator).__name__}. Slowest"
             f" rank {solution.time_ms:.4g} ms by its estimates; no plan of them is faster than {solution.bound_ms:.4g}"
             f" ms ({solution.bound_from}), so this one is within {solution.gap:.2%} of the best."
@@ -406,18 +406,18 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         return self._timeout_seconds if self._timeout_seconds < _LONG_S else None
 
     def _settings(self, tables: Sequence[str]) -> dict[str, str]:
-        """What decided the plan besides the tables and the machines, and what was assumed because nobody said it."""
-        said = {}
+        """Settings that decided the plan besides tables and machines, and those assumed because nobody gave them."""
+        settings = {}
         if self._is_default_batch:
-            said["batch size"] = f"{self._batch_size} is the default: batch_size says another"
+            settings["batch size"] = f"{self._batch_size} is the default: batch_size says another"
         known = self._constraints or {}
         assumed = 0 if ANY in known else sum(name not in known for name in tables)
         if assumed:
             which = "all tables" if assumed == len(tables) else f"{assumed} of {len(tables)} tables"
-            said["ids"] = f"1 id a sample is assumed for {which}: pooling_factors in constraints says another"
-        return {**said, "reservation": str(self._storage_reservation)}
+            settings["ids"] = f"1 id a sample is assumed for {which}: pooling_factors in constraints says another"
+        return {**settings, "reservation": str(self._storage_reservation)}
 
-    def _tell(
+    def _log_stats(
         self, plan: ShardingPlan, options: list[ShardingOption], sharders: list[ModuleSharder[Any]], seconds: float
     ) -> None:
         for stats in self._stats:
@@ -464,20 +464,20 @@ def _of_tables(
     known = {*names, ANY}
     strange = [name for name in constraints if name not in known]
     if strange:
-        told = ", ".join(f"{name!r}{nearest(name, names)}" for name in strange)
-        warnings.warn(f"constraints name tables that the model does not have: {told}", stacklevel=4)
-    return {name: one for name, one in constraints.items() if name in known}
+        named = ", ".join(f"{name!r}{nearest(name, names)}" for name in strange)
+        warnings.warn(f"constraints name tables that the model does not have: {named}", stacklevel=4)
+    return {name: constraint for name, constraint in constraints.items() if name in known}
 
 
 def _require_settings(plan: ShardingPlan, model: ModelTables) -> None:
     """Check what an enumerator, a loader or a callback wrote into a plan of ours, as constraints are checked."""
     for table in model.tables:
-        one = plan.plan.get(table.module, EmbeddingModuleShardingPlan()).get(table.name)
-        if one is not None and table.is_ours:
+        sharding = plan.plan.get(table.module, EmbeddingModuleShardingPlan()).get(table.name)
+        if sharding is not None and table.is_ours:
             try:
-                check_settings(table.name, one, SERVED_SETTINGS if table.served else TRAINED_SETTINGS)
-                if one.bounds_check_mode is not None:
-                    bounds_check_mode(one.bounds_check_mode)
+                check_settings(table.name, sharding, SERVED_SETTINGS if table.served else TRAINED_SETTINGS)
+                if sharding.bounds_check_mode is not None:
+                    bounds_check_mode(sharding.bounds_check_mode)
             except ValueError as error:
                 raise PlannerError(str(error), PlannerErrorType.INPUT_VALIDATION) from error
 

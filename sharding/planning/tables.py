@@ -55,7 +55,7 @@ class ModelTable(Table):
 
 @dataclass(frozen=True)
 class ModelTables:
-    """What of a model a plan places.
+    """The tables of a model that a plan places.
 
     Args:
         tables: those that the planner chooses a way for, in the order of the model.
@@ -88,11 +88,11 @@ def tables_of_model(
     replicated: list[tuple[str, str]] = []
     modules: dict[str, nn.Module] = {}
     parameters: dict[str, nn.Parameter] = {}
-    for paths, one, sharder in find_modules(module, sharders):
-        modules[paths[0]] = one
-        known = {table.name: (table, pooled, weighted) for table, pooled, weighted in _configs(one)}
-        for name, param in sharder.shardable_parameters(one).items():
-            served = isinstance(one, QuantizedCollection)
+    for paths, child, sharder in find_modules(module, sharders):
+        modules[paths[0]] = child
+        known = {table.name: (table, pooled, weighted) for table, pooled, weighted in _configs(child)}
+        for name, param in sharder.shardable_parameters(child).items():
+            served = isinstance(child, QuantizedCollection)
             ways = _ways(sharder, param, compute_device, name in may_replicate, served=served)
             if param.dim() != 2:
                 replicated.append((paths[0], name))
@@ -132,10 +132,10 @@ class OfModel:
 
     def ways(self, table: Table, constraint: ParameterConstraints | None = None) -> Sequence[Way]:
         """Those of `cost` that the table's sharder offers."""
-        found = self._cost.ways(table, constraint)
+        ways = self._cost.ways(table, constraint)
         if isinstance(table, ModelTable):
-            return [way for way in found if (way.sharding_type, way.compute_kernel) in table.ways]
-        return found
+            return [way for way in ways if (way.sharding_type, way.compute_kernel) in table.ways]
+        return ways
 
     def price(self, table: Table, way: Way) -> Choice:
         """As `cost`."""
@@ -156,11 +156,11 @@ def _configs(module: nn.Module) -> Iterator[tuple[BaseEmbeddingConfig, bool, boo
         pooled = isinstance(module, EmbeddingBagCollectionInterface)
         for config in module._configs:
             yield config, pooled, isinstance(module, EmbeddingBagCollectionInterface) and module.is_weighted()
-    for one in collections_in(module):
-        pooled = isinstance(one, EmbeddingBagCollection)
-        weighted = isinstance(one, EmbeddingBagCollection) and one.is_weighted()
-        assert pooled or isinstance(one, EmbeddingCollection)
-        for config in tables_of(one):
+    for collection in collections_in(module):
+        pooled = isinstance(collection, EmbeddingBagCollection)
+        weighted = isinstance(collection, EmbeddingBagCollection) and collection.is_weighted()
+        assert pooled or isinstance(collection, EmbeddingCollection)
+        for config in tables_of(collection):
             yield config, pooled, weighted
 
 
