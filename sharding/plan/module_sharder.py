@@ -17,7 +17,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class ModuleSharder(ABC, Generic[M]):
-    """What can be done with the tables of modules of class `module_type`.
+    """The ways to shard the tables of modules of class `module_type`.
 
     Args:
         qcomm_codecs_registry: codecs of the exchanges, as `get_qcomm_codecs_registry` makes them.

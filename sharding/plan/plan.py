@@ -162,18 +162,21 @@ class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
     """Table name -> `ParameterSharding`; prints as two tables."""
 
     def __str__(self) -> str:
-        where = [(name, one.sharding_type, one.compute_kernel, str(one.ranks)) for name, one in self.items()]
+        where = [
+            (name, sharding.sharding_type, sharding.compute_kernel, str(sharding.ranks))
+            for name, sharding in self.items()
+        ]
         cuts = [
             (name, str(shard.shard_offsets), str(shard.shard_sizes), str(shard.placement))
-            for name, one in self.items()
-            for shard in (one.sharding_spec.shards if one.sharding_spec else ())
+            for name, sharding in self.items()
+            for shard in (sharding.sharding_spec.shards if sharding.sharding_spec else ())
         ]
         tables = _columns(("param", "sharding type", "compute kernel", "ranks"), where)
         return f"\n\n{tables}\n\n{_columns(('param', 'shard offsets', 'shard sizes', 'placement'), cuts)}"
 
     def _serialize(self) -> dict[str, Any]:
         """The plan as dicts, lists, strings and numbers."""
-        return {name: _plain(one) for name, one in self.items()}
+        return {name: _plain(sharding) for name, sharding in self.items()}
 
 
 @dataclass
@@ -252,7 +255,7 @@ def tables_of(module: nn.Module) -> Sequence[EmbeddingBagConfig | EmbeddingConfi
     raise TypeError(f"{type(module).__name__} holds no tables: expected a collection")
 
 
-def options_of(one: ParameterSharding) -> TableOptions:
+def options_of(sharding: ParameterSharding) -> TableOptions:
     """How the shards that a `ParameterSharding` describes work together.
 
     Raises:
@@ -260,12 +263,12 @@ def options_of(one: ParameterSharding) -> TableOptions:
     """
     default = TableOptions()
     return TableOptions(
-        default.reduction if one.reduction is None else one.reduction,
-        default.row_state if one.row_state is None else one.row_state,
+        default.reduction if sharding.reduction is None else sharding.reduction,
+        default.row_state if sharding.row_state is None else sharding.row_state,
     )
 
 
-def shards_of(name: str, one: ParameterSharding, rows: int, dim: int, world_size: int) -> list[Shard]:
+def shards_of(name: str, sharding: ParameterSharding, rows: int, dim: int, world_size: int) -> list[Shard]:
     """The shards that a `ParameterSharding` describes, empty ones included; `layout.validate` checks the cut.
 
     `cache_params`, `key_value_params` and `enforce_hbm=False` only say where rows are kept: a warning says that they
@@ -276,18 +279,18 @@ def shards_of(name: str, one: ParameterSharding, rows: int, dim: int, world_size
             `SERVED_KERNELS`, a table that is not replicated asks for the dense one, or the plan sets
             `bounds_check_mode`, `output_dtype` or `stochastic_rounding=False`, which are said elsewhere.
     """
-    _require_served(name, one)
-    if one.sharding_spec is None:
+    _require_served(name, sharding)
+    if sharding.sharding_spec is None:
         return data_parallel_shards(name, rows, dim, world_size)
     shards = []
-    for cut in one.sharding_spec.shards:
+    for cut in sharding.sharding_spec.shards:
         shard = shard_of(name, cut)
         if shard is None:
             raise ValueError(f"table {name!r}: a shard's placement names no rank: {cut.placement}")
         shards.append(shard)
     placed = sorted({shard.rank for shard in shards})
-    if one.ranks is not None and sorted(set(one.ranks)) != placed:
-        raise ValueError(f"table {name!r}: the plan says ranks {one.ranks}, its shards are on {placed}")
+    if sharding.ranks is not None and sorted(set(sharding.ranks)) != placed:
+        raise ValueError(f"table {name!r}: the plan says ranks {sharding.ranks}, its shards are on {placed}")
     return shards
 
 
@@ -299,38 +302,38 @@ def shard_of(name: str, cut: ShardMetadata) -> Shard | None:
     return None if rank is None else Shard(name, rank, (row, row + height), (col, col + width))
 
 
-def _require_served(name: str, one: ParameterSharding) -> None:
-    if one.compute_kernel not in SERVED_KERNELS:
+def _require_served(name: str, sharding: ParameterSharding) -> None:
+    if sharding.compute_kernel not in SERVED_KERNELS:
         raise ValueError(
-            f"table {name!r}: compute_kernel {one.compute_kernel!r} is not served: a plan to train with has 'fused'"
-            " (or 'dense' for a data_parallel table)"
+            f"table {name!r}: compute_kernel {sharding.compute_kernel!r} is not served: a plan to train with has"
+            " 'fused' (or 'dense' for a data_parallel table)"
         )
-    if not any(one.compute_kernel in types[one.sharding_type] for types in CAPABILITIES.values()):
+    if not any(sharding.compute_kernel in types[sharding.sharding_type] for types in CAPABILITIES.values()):
         raise ValueError(
-            f"table {name!r}: only data_parallel tables have a dense gradient; a {one.sharding_type} table trains by"
-            " the optimizer in its backward, so its compute_kernel is 'fused'"
+            f"table {name!r}: only data_parallel tables have a dense gradient; a {sharding.sharding_type} table trains"
+            " by the optimizer in its backward, so its compute_kernel is 'fused'"
         )
-    for what, reason in check_settings(name, one, TRAINED_SETTINGS).items():
+    for what, reason in check_settings(name, sharding, TRAINED_SETTINGS).items():
         warnings.warn(f"the plan's {what} (table {name!r}) has no effect: {reason}", stacklevel=3)
 
 
-def _plain(one: ParameterSharding) -> dict[str, Any]:
-    described = _described(one)
-    if one.sharding_spec is None:
+def _plain(sharding: ParameterSharding) -> dict[str, Any]:
+    described = _described(sharding)
+    if sharding.sharding_spec is None:
         del described["shards"]
-    ours = {"reduction": one.reduction, "row_state": one.row_state}
+    ours = {"reduction": sharding.reduction, "row_state": sharding.row_state}
     return {**described, **{what: value for what, value in ours.items() if value is not None}}
 
 
-def _described(one: ParameterSharding) -> dict[str, Any]:
+def _described(sharding: ParameterSharding) -> dict[str, Any]:
     return {
-        "sharding_type": one.sharding_type, "compute_kernel": one.compute_kernel, "ranks": one.ranks,
+        "sharding_type": sharding.sharding_type, "compute_kernel": sharding.compute_kernel, "ranks": sharding.ranks,
         "shards": [
             {
                 "shard_offsets": list(shard.shard_offsets), "shard_sizes": list(shard.shard_sizes),
                 "placement": str(shard.placement),
             }
-            for shard in (one.sharding_spec.shards if one.sharding_spec else ())
+            for shard in (sharding.sharding_spec.shards if sharding.sharding_spec else ())
         ],
     }  # fmt: skip
 
@@ -364,7 +367,9 @@ _UNWRITTEN = ("cache_params", "key_value_params")
 
 def plan_to_json(plan: ShardingPlan, world_size: int, local_world_size: int) -> dict[str, Any]:
     """A plan as a file has it; of its explanation there is the text."""
-    modules = {path: {name: _written(one) for name, one in tables.items()} for path, tables in plan.plan.items()}
+    modules = {
+        path: {name: _written(sharding) for name, sharding in tables.items()} for path, tables in plan.plan.items()
+    }
     about = {} if plan.explanation is None else {"explanation": str(plan.explanation)}
     return {
         "format": FORMAT, "version": VERSION, "world_size": world_size, "local_world_size": local_world_size,
@@ -385,8 +390,8 @@ def save_plan(plan: ShardingPlan, path: str | os.PathLike[str], world_size: int,
     if about is not None:
         # what the planner knows, so that `shardwise plan` can explain the plan and change it
         data["about"] |= about()
-    for name, one in ((name, one) for tables in plan.plan.values() for name, one in tables.items()):
-        if lost := [what for what in _UNWRITTEN if getattr(one, what) is not None]:
+    for name, sharding in ((name, sharding) for tables in plan.plan.values() for name, sharding in tables.items()):
+        if lost := [what for what in _UNWRITTEN if getattr(sharding, what) is not None]:
             warnings.warn(f"table {name!r}: the file of a plan has no {' and no '.join(lost)}", stacklevel=4)
     Path(path).write_text(json.dumps(data, indent=1) + "\n")
 
@@ -420,15 +425,15 @@ def plan_from_json(data: Any, where: str) -> ShardingPlan:
             raise ValueError(f"{where}: {what} must be a positive number, got {value!r}")
     if world % local:
         raise ValueError(f"{where}: local_world_size {local} does not divide {world} ranks into hosts")
-    if not isinstance(data["plan"], dict) or not all(isinstance(one, dict) for one in data["plan"].values()):
+    if not isinstance(data["plan"], dict) or not all(isinstance(tables, dict) for tables in data["plan"].values()):
         raise ValueError(f"{where}: plan must be an object of modules, and each of them one of tables")
     modules = {}
     for path, tables in data["plan"].items():
         of_module = modules[path] = EmbeddingModuleShardingPlan()
-        for name, said in tables.items():
+        for name, table_data in tables.items():
             inside = f" of module {path!r}" if path else ""
             try:
-                of_module[name] = _read(name, said, world)
+                of_module[name] = _read(name, table_data, world)
             except ValueError as error:
                 unnamed = str(error).removeprefix(f"table {name!r}: ")
                 raise ValueError(f"{where}: table {name!r}{inside}: {unnamed}") from error
@@ -437,43 +442,43 @@ def plan_from_json(data: Any, where: str) -> ShardingPlan:
     return ShardingPlan(modules, explanation=explanation, world_size=world, local_world_size=local)
 
 
-def _written(one: ParameterSharding) -> dict[str, Any]:
-    found = _described(one)
+def _written(sharding: ParameterSharding) -> dict[str, Any]:
+    written = _described(sharding)
     for what, (write, _) in _OPTIONAL.items():
-        if (value := getattr(one, what)) is not None:
-            found[what] = write(value)
-    return found
+        if (value := getattr(sharding, what)) is not None:
+            written[what] = write(value)
+    return written
 
 
-def _read(name: str, said: Any, world: int) -> ParameterSharding:
+def _read(name: str, data: Any, world: int) -> ParameterSharding:
     """One table; raises ValueError without its name or with it in front."""
-    if not isinstance(said, dict):
-        raise ValueError(f"must be an object, got {said!r}")
-    _require_keys("the table", said, _NEEDED, (*_NEEDED, "shards", *_OPTIONAL))
+    if not isinstance(data, dict):
+        raise ValueError(f"must be an object, got {data!r}")
+    _require_keys("the table", data, _NEEDED, (*_NEEDED, "shards", *_OPTIONAL))
     more = {}
     for what, (_, read) in _OPTIONAL.items():
-        if what in said:
+        if what in data:
             try:
-                more[what] = read(said[what])
+                more[what] = read(data[what])
             except (KeyError, ValueError) as error:
-                raise ValueError(f"{what} {said[what]!r} is unknown") from error
+                raise ValueError(f"{what} {data[what]!r} is unknown") from error
     for what in ("sharding_type", "compute_kernel"):
-        if not isinstance(said[what], str):
-            raise ValueError(f"{what} must be a string, got {said[what]!r}")
-    ranks = said["ranks"]
+        if not isinstance(data[what], str):
+            raise ValueError(f"{what} must be a string, got {data[what]!r}")
+    ranks = data["ranks"]
     if not isinstance(ranks, list) or not all(_is_number(rank) and 0 <= rank < world for rank in ranks):
         raise ValueError(f"ranks must be numbers below {world}, got {ranks!r}")
     # a replica on every rank needs no cut
-    replicated = said["sharding_type"] == "data_parallel"
-    cuts = [] if replicated else [_read_shard(one) for one in said.get("shards", [])]
+    replicated = data["sharding_type"] == "data_parallel"
+    cuts = [] if replicated else [_read_shard(shard_data) for shard_data in data.get("shards", [])]
     if not replicated and not cuts:
         raise ValueError("it has no shards")
     spec = None if replicated else EnumerableShardingSpec(cuts)
-    one = ParameterSharding(said["sharding_type"], said["compute_kernel"], ranks, spec, **more)
+    sharding = ParameterSharding(data["sharding_type"], data["compute_kernel"], ranks, spec, **more)
     if replicated:
         if sorted(ranks) != list(range(world)):
             raise ValueError(f"a data_parallel table is on all {world} ranks, here on {ranks}")
-        return one
+        return sharding
     held = []
     for cut in cuts:
         shard = shard_of(name, cut)
@@ -483,25 +488,25 @@ def _read(name: str, said: Any, world: int) -> ParameterSharding:
     if sorted({shard.rank for shard in held}) != sorted(set(ranks)):
         raise ValueError(f"ranks are {ranks}, and its shards are on {[shard.rank for shard in held]}")
     layout.validate(held, {name: (max(s.rows[1] for s in held), max(s.cols[1] for s in held))}, world)
-    return one
+    return sharding
 
 
-def _read_shard(said: Any) -> ShardMetadata:
-    if not isinstance(said, dict):
-        raise ValueError(f"a shard must be an object, got {said!r}")
-    _require_keys("a shard", said, *[("shard_offsets", "shard_sizes", "placement")] * 2)
+def _read_shard(data: Any) -> ShardMetadata:
+    if not isinstance(data, dict):
+        raise ValueError(f"a shard must be an object, got {data!r}")
+    _require_keys("a shard", data, *[("shard_offsets", "shard_sizes", "placement")] * 2)
     for what in ("shard_offsets", "shard_sizes"):
-        value = said[what]
+        value = data[what]
         if not (isinstance(value, list) and len(value) == 2 and all(_is_number(n) and n >= 0 for n in value)):
             raise ValueError(f"{what} must be two numbers, of rows and of columns, got {value!r}")
     try:
-        return ShardMetadata(list(said["shard_offsets"]), list(said["shard_sizes"]), said["placement"])
+        return ShardMetadata(list(data["shard_offsets"]), list(data["shard_sizes"]), data["placement"])
     except (ValueError, RuntimeError, AttributeError, TypeError) as error:
-        raise ValueError(f"placement {said['placement']!r} is none: it is like 'rank:3/cuda:1'") from error
+        raise ValueError(f"placement {data['placement']!r} is none: it is like 'rank:3/cuda:1'") from error
 
 
-def _require_keys(what: str, said: Mapping[str, Any], needed: tuple[str, ...], known: tuple[str, ...]) -> None:
-    missing, unknown = [key for key in needed if key not in said], [key for key in said if key not in known]
+def _require_keys(what: str, data: Mapping[str, Any], needed: tuple[str, ...], known: tuple[str, ...]) -> None:
+    missing, unknown = [key for key in needed if key not in data], [key for key in data if key not in known]
     if missing or unknown:
         faults = [f"misses {missing}"] * bool(missing) + [f"has unknown {unknown}"] * bool(unknown)
         raise ValueError(f"{what} {' and '.join(faults)}")
