@@ -1,1 +1,1 @@
-"""What TorchRec has names for and this engine does not need: served, never imported by it."""
+"""Names of TorchRec that this engine does not need: served, never imported by it."""

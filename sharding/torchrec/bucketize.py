@@ -54,7 +54,7 @@ def bucketize_kjt_before_all2all(
     lengths, ids = kjt.dist_tensors()[:2]
     weights = kjt.dist_tensors()[-1] if kjt.weights_or_none() is not None else None
     borders = None if block_bucketize_row_pos is None else [rows.to(device) for rows in block_bucketize_row_pos]
-    found = block_bucketize(
+    bucketized = block_bucketize(
         lengths, ids, block_sizes.to(device), num_buckets,
         weights=weights, batch_sizes=kjt.stride_per_key() if variable else None, bucketize_pos=bucketize_pos,
         sequence=output_permute, keep_orig_idx=keep_original_indices,
@@ -63,9 +63,9 @@ def bucketize_kjt_before_all2all(
     )  # fmt: skip
     # the keys once for each bucket, with their batch sizes; the constructor takes no key twice
     strides = kjt._strides.pick(kjt._strides.keys.order([*range(len(keys))] * num_buckets))
-    new_weights = found.positions if bucketize_pos else found.weights
-    divided = like(kjt, strides, found.ids, new_weights, found.lengths, None, True, None)
-    return divided, found.unbucketize_permute
+    new_weights = bucketized.positions if bucketize_pos else bucketized.weights
+    divided = like(kjt, strides, bucketized.ids, new_weights, bucketized.lengths, None, True, None)
+    return divided, bucketized.unbucketize_permute
 
 
 @dataclass

@@ -121,13 +121,13 @@ def variable_batch_alltoall_pooled(
     exchange = exchange_of(group)
     dims = emb_dim_per_rank_per_feature
     _require_ranks(exchange, emb_dim_per_rank_per_feature=dims)
-    mine = dims[exchange.rank]
+    own_dims = dims[exchange.rank]
     # a rank without features may leave its batches out
     per_rank = batch_size_per_rank_per_feature or [[] for _ in dims]
     _require_ranks(exchange, batch_size_per_rank_per_feature=per_rank)
-    if any(len(batches) != len(mine) for batches in per_rank):
+    if any(len(batches) != len(own_dims) for batches in per_rank):
         raise ValueError(
-            f"batch_size_per_rank_per_feature must have a number for each of this rank's {len(mine)} features,"
+            f"batch_size_per_rank_per_feature must have a number for each of this rank's {len(own_dims)} features,"
             f" got {[list(batches) for batches in per_rank]}"
         )
     features = sum(map(len, dims))
@@ -136,7 +136,8 @@ def variable_batch_alltoall_pooled(
             f"batch_size_per_feature_pre_a2a must have a number for each of {features} features,"
             f" got {list(batch_size_per_feature_pre_a2a)}"
         )
-    send_sizes = [sum(b * d for b, d in zip(batches, mine, strict=True)) for batches in per_rank]
+    # numbers for and from each rank, [W]
+    send_sizes = [sum(b * d for b, d in zip(batches, own_dims, strict=True)) for batches in per_rank]
     before = iter(batch_size_per_feature_pre_a2a)
     sizes = [sum(next(before) * d for d in of_rank) for of_rank in dims]
     flat = a2a_pooled_embs_tensor.reshape(-1)
@@ -208,8 +209,8 @@ def reduce_scatter_pooled(
     """
     exchange = exchange_of(group)
     _require_ranks(exchange, inputs=inputs)
-    shape, sizes = inputs[exchange.rank].shape, [one.numel() for one in inputs]
-    return summed(exchange, torch.cat([one.reshape(-1) for one in inputs]), sizes, shape, codecs)
+    shape, sizes = inputs[exchange.rank].shape, [tensor.numel() for tensor in inputs]
+    return summed(exchange, torch.cat([tensor.reshape(-1) for tensor in inputs]), sizes, shape, codecs)
 
 
 def reduce_scatter_base_pooled(

@@ -65,15 +65,15 @@ class SplitsAllToAllAwaitable(Awaitable[list[list[int]]]):
 
     def _wait_impl(self) -> list[list[int]]:
         # host sync on CUDA: sizes of what comes next
-        found: list[list[int]] = self._pending.wait().view(self.num_workers, -1).T.tolist()
+        splits: list[list[int]] = self._pending.wait().view(self.num_workers, -1).T.tolist()
         if self._tag is not None:
-            others = [rank for rank, tag in enumerate(found.pop()) if tag != self._tag]
+            others = [rank for rank, tag in enumerate(splits.pop()) if tag != self._tag]
             if others:
                 raise RuntimeError(
                     f"ranks {others} call another collective, or with other keys, splits or dtypes, than this rank,"
                     f" which has {self._tag_parts if self._tag_parts is not None else self._tag}"
                 )
-        return found
+        return splits
 
 
 class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
@@ -176,24 +176,24 @@ class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
         self._tensor_splits, self._input_tensors = tensor_splits, input_tensors
         self._keys, self._device, self._stagger = keys, device, stagger
         ranks = len(splits)
-        self._told: SplitsAllToAllAwaitable | None = None
+        self._splits_of_ranks: SplitsAllToAllAwaitable | None = None
         if is_alone(pg):
             return
         by_label = dict(zip(labels, tensor_splits, strict=True))
-        columns = [by_label.get(label, [0] * ranks) for label in _LABELS]
+        columns = [by_label.get(label, [0] * ranks) for label in _LABELS]  # [labels, ranks]
         columns.append([0 if input.variable_stride_per_key() else input.stride()] * ranks)
         dtypes = tuple(f"{label}: {tensor.dtype}" for label, tensor in zip(labels, input_tensors, strict=True))
         parts = ("KJTAllToAll", tuple(input.keys()), tuple(splits), stagger, dtypes)
         # one copy to the device
-        told = torch.tensor(columns, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
-        self._told = SplitsAllToAllAwaitable(list(told.unbind()), pg, _tag_of(parts), parts)
+        sent = torch.tensor(columns, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+        self._splits_of_ranks = SplitsAllToAllAwaitable(list(sent.unbind()), pg, _tag_of(parts), parts)
 
     def _wait_impl(self) -> KJTAllToAllTensorsAwaitable:
         output_splits, stride_per_rank = self._tensor_splits, None
-        if self._told is not None:
-            *by_label, strides = self._told.wait()
-            found = dict(zip(_LABELS, by_label, strict=True))
-            output_splits = [found[label] for label in self._labels]
+        if self._splits_of_ranks is not None:
+            *by_label, strides = self._splits_of_ranks.wait()
+            splits_of = dict(zip(_LABELS, by_label, strict=True))
+            output_splits = [splits_of[label] for label in self._labels]
             stride_per_rank = None if self._input.variable_stride_per_key() else strides
         return KJTAllToAllTensorsAwaitable(
             self._pg, self._input, self._splits, self._tensor_splits, output_splits, self._input_tensors,
@@ -343,10 +343,12 @@ class TensorAllToAllSplitsAwaitable(Awaitable[TensorAllToAllValuesAwaitable]):
             raise ValueError(f"splits must have one entry for each of {ranks} ranks, got shape {list(splits.shape)}")
         self._pg, self._input, self._splits, self._device = pg, input, splits, device
         # of one type whatever each rank's splits are
-        self._told = Exchange(pg).numbers(splits.to(torch.int64))
+        self._splits_of_ranks = Exchange(pg).numbers(splits.to(torch.int64))
 
     def _wait_impl(self) -> TensorAllToAllValuesAwaitable:
-        return TensorAllToAllValuesAwaitable(self._pg, self._input, self._splits, self._told.wait(), self._device)
+        return TensorAllToAllValuesAwaitable(
+            self._pg, self._input, self._splits, self._splits_of_ranks.wait(), self._device
+        )
 
 
 class TensorValuesAllToAll(nn.Module):
@@ -396,16 +398,16 @@ def recat(
         return None
     in_row = ranks // stagger
     order_of_ranks = [column + in_row * row for column in range(in_row) for row in range(stagger)]
-    order = [rank * keys + key for key in range(keys) for rank in order_of_ranks]
-    found = torch.tensor(order, dtype=torch.int32, device="cpu")
+    order = [rank * keys + key for key in range(keys) for rank in order_of_ranks]  # [keys * ranks]
+    order_tensor = torch.tensor(order, dtype=torch.int32, device="cpu")
     if stride_per_rank is not None and len(set(stride_per_rank)) > 1:
-        sizes = [stride for stride in stride_per_rank for _ in range(keys)]
+        sizes = [stride for stride in stride_per_rank for _ in range(keys)]  # [ranks * keys]
         begins, ends = (
             torch.tensor(list(accumulate(part, initial=0)), dtype=torch.int32, device="cpu")
             for part in (sizes, [sizes[segment] for segment in order])
         )
-        found = expand_into_jagged_permute(found, begins, ends, sum(sizes))
-    return found.to(device, non_blocking=True)
+        order_tensor = expand_into_jagged_permute(order_tensor, begins, ends, sum(sizes))
+    return order_tensor.to(device, non_blocking=True)
 
 
 class _Rows:

@@ -82,20 +82,20 @@ def add_params_from_parameter_sharding(
 
     A replicated table has no fused parameters in TorchRec: a warning says so.
     """
-    found = dict(fused_params or {})
+    params = dict(fused_params or {})
     cache = parameter_sharding.cache_params
     for field, word in _CACHE_WORDS.items() if cache is not None else ():
         if getattr(cache, field) is not None:
-            found[word] = getattr(cache, field)
+            params[word] = getattr(cache, field)
     for word in _PLAN_WORDS:
         if getattr(parameter_sharding, word) is not None:
-            found[word] = getattr(parameter_sharding, word)
+            params[word] = getattr(parameter_sharding, word)
     stored = parameter_sharding.key_value_params
     if parameter_sharding.compute_kernel in _ON_SSD and isinstance(stored, KeyValueParams):
-        found |= {f.name: getattr(stored, f.name) for f in fields(stored) if getattr(stored, f.name) is not None}
-    if found and parameter_sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
-        warnings.warn(f"fused parameters {sorted(found)} of a data_parallel table: TorchRec drops them", stacklevel=2)
-    return found
+        params |= {f.name: getattr(stored, f.name) for f in fields(stored) if getattr(stored, f.name) is not None}
+    if params and parameter_sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
+        warnings.warn(f"fused parameters {sorted(params)} of a data_parallel table: TorchRec drops them", stacklevel=2)
+    return params
 
 
 def convert_to_fbgemm_types(fused_params: dict[str, Any]) -> dict[str, Any]:

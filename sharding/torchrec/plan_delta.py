@@ -1,4 +1,4 @@
-"""What changes between two plans, as `DistributedModelParallel.reshard` takes it."""
+"""The difference of two plans, as `DistributedModelParallel.reshard` takes it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def output_sharding_plan_delta_single(
     if set(old_plan) != set(new_plan):
         raise ValueError(f"the plans have different tables: {sorted(set(old_plan) ^ set(new_plan))}")
     changed = EmbeddingModuleShardingPlan(
-        {name: copy.deepcopy(one) for name, one in new_plan.items() if one != old_plan[name]}
+        {name: copy.deepcopy(sharding) for name, sharding in new_plan.items() if sharding != old_plan[name]}
     )
     return mebibytes(changed) if return_data_volume else 0.0, changed
 

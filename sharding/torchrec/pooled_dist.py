@@ -70,7 +70,7 @@ class _OfRanks(nn.Module):
 
 
 class _AllToAll(_OfRanks):
-    """What has functions of its results, which are its own or the caller's list."""
+    """An all-to-all with functions of its results, its own list of them or the caller's."""
 
     def __init__(
         self, pg: dist.ProcessGroup, callbacks: list[Callback] | None, codecs: QuantizedCommCodecs | None

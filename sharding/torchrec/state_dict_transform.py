@@ -77,13 +77,13 @@ def _check(src: Mapping[str, Any], dst: Mapping[str, Tensor], gathered: Sequence
 def _gather(exchange: Exchange, value: Any, target: Tensor) -> None:
     """The pieces of a cut value, one after another, into rank 0's `target`."""
     device = _device_of(value)
-    mine = dict(local_pieces(value))
+    local = dict(local_pieces(value))
     for rank, box in _pieces(exchange, value):
         shape = [high - low for low, high in box]
         size = math.prod(shape)
         if not size:
             continue
-        piece = mine[box].detach() if rank == exchange.rank else None
+        piece = local[box].detach() if rank == exchange.rank else None
         if rank != 0:
             none = [0] * exchange.world_size
             send = torch.empty(0, dtype=_dtype(value), device=device) if piece is None else piece.reshape(-1)
@@ -102,12 +102,12 @@ def state_dict_all_gather_keys(state_dict: Mapping[str, Any], pg: dist.ProcessGr
 
 
 def _kinds(state_dict: Mapping[str, Any], pg: dist.ProcessGroup) -> list[Mapping[str, str]]:
-    """What each rank has by which name: "cut", "whole" or the type of what is no tensor."""
-    mine = {
+    """The kinds of each rank's values by name: "cut", "whole" or the type of what is no tensor."""
+    kinds = {
         name: "cut" if _is_cut(value) else "whole" if isinstance(value, Tensor) else type(value).__name__
         for name, value in state_dict.items()
     }
-    return facts_of_all(Exchange(pg), exchange_device(pg, torch.device("cpu")), mine)
+    return facts_of_all(Exchange(pg), exchange_device(pg, torch.device("cpu")), kinds)
 
 
 def state_dict_to_device(
@@ -129,15 +129,15 @@ def state_dict_to_device(
     metadata = {name: json.dumps(_described(state_dict[name])) for name in names if _is_cut(state_dict.get(name))}
     # what a rank lacks it has to know the cut of; the device of each rank travels with that
     lacking = [name for name in names if any(name not in of_rank for of_rank in kinds)]
-    told = facts_of_all(
+    facts = facts_of_all(
         exchange, told_on, {"device": str(here), **{f"cut of {name}": metadata.get(name, "") for name in lacking}}
     )
-    devices = dict(zip(ranks, [one["device"] for one in told], strict=True))
+    devices = dict(zip(ranks, [of_rank["device"] for of_rank in facts], strict=True))
     for name in names:
         for rank, of_rank in enumerate(kinds):
             if of_rank.get(name, "cut") not in ("cut", "whole"):
                 raise agreed(ValueError(f"{name!r}: rank {rank} has {of_rank[name]}, which is no tensor"))
-        cuts = [one.get(f"cut of {name}") for one in told]
+        cuts = [of_rank.get(f"cut of {name}") for of_rank in facts]
         if name in lacking and not any(cut and json.loads(cut)["pieces"] is not None for cut in cuts):
             without = [rank for rank, of_rank in enumerate(kinds) if name not in of_rank]
             raise agreed(
@@ -178,7 +178,7 @@ def _moved(
     local = [] if value is None else value.local_shards()
     dtype = getattr(torch, cut["dtype"])
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        [Shard(one.tensor.to(device), by_offsets[tuple(one.metadata.shard_offsets)]) for one in local],
+        [Shard(shard.tensor.to(device), by_offsets[tuple(shard.metadata.shard_offsets)]) for shard in local],
         ShardedTensorMetadata(pieces, torch.Size(cut["size"]), TensorProperties(dtype=dtype)),
         process_group=pg,
         sharding_spec=EnumerableShardingSpec(pieces),
@@ -203,7 +203,8 @@ def _described(value: Any) -> dict[str, Any]:
     if not hasattr(value, "local_shards"):
         return {"size": size, "dtype": dtype, "pieces": None}
     pieces = [
-        (one.placement.rank(), [*one.shard_offsets], [*one.shard_sizes]) for one in value.metadata().shards_metadata
+        (shard.placement.rank(), [*shard.shard_offsets], [*shard.shard_sizes])
+        for shard in value.metadata().shards_metadata
     ]
     return {"size": size, "dtype": dtype, "pieces": pieces}
 
@@ -218,9 +219,9 @@ def _size(value: Any) -> tuple[int, ...]:
 
 def _dtype(value: Any) -> torch.dtype:
     # a ShardedTensor's own attribute warns that the class will go
-    found = value.metadata().tensor_properties.dtype if hasattr(value, "local_shards") else value.dtype
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = value.metadata().tensor_properties.dtype if hasattr(value, "local_shards") else value.dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _group_of(value: Any) -> dist.ProcessGroup:
@@ -241,8 +242,10 @@ def _pieces(exchange: Exchange, value: Any) -> list[tuple[int, Box]]:
     """Rank in the group and place of each piece, in one order on all ranks."""
     if hasattr(value, "local_shards"):
         ranks = dist.get_process_group_ranks(_group_of(value))
-        told = value.metadata().shards_metadata
-        return [(ranks.index(one.placement.rank()), box_of(one.shard_offsets, one.shard_sizes)) for one in told]
+        shards = value.metadata().shards_metadata
+        return [
+            (ranks.index(shard.placement.rank()), box_of(shard.shard_offsets, shard.shard_sizes)) for shard in shards
+        ]
     # each rank knows its own place in the mesh
     box, _ = local_pieces(value)[0]
     ends = exchange.gather([end for span in box for end in span], _device_of(value))
