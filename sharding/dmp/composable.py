@@ -71,17 +71,17 @@ def shard(
 
     def planned() -> tuple[tuple[EmbeddingModuleShardingPlan, ModuleSharder[Any]], Facts]:
         require_device(env.process_group, here)
-        found = require_sharder(module, sharder)
-        made = _plan_of(module, plan, env, here, found)
-        cuts = plan_cuts(made, found.shardable_parameters(module), found, env.world_size)
-        return (made, found), {**facts_of_versions(here), **facts_of_tables(module, found), **cuts}
+        chosen = require_sharder(module, sharder)
+        made = _plan_of(module, plan, env, here, chosen)
+        cuts = plan_cuts(made, chosen.shardable_parameters(module), chosen, env.world_size)
+        return (made, chosen), {**facts_of_versions(here), **facts_of_tables(module, chosen), **cuts}
 
-    (made, found), _ = agree(Exchange(env.process_group), exchange_device(env.process_group, here), planned)
+    (made, chosen), _ = agree(Exchange(env.process_group), exchange_device(env.process_group, here), planned)
     whole = ShardingPlan({"": made})
     with quiet_without_cuda(device or here):
         warn_of_other_devices(whole, here, stacklevel=2)
-        warn_of_default_optimizer([Place(("",), module, found, env)], whole, stacklevel=2)
-        return found.shard(module, made, env, here)
+        warn_of_default_optimizer([Place(("",), module, chosen, env)], whole, stacklevel=2)
+        return chosen.shard(module, made, env, here)
 
 
 def shard_modules(
@@ -153,15 +153,15 @@ def _replaced(
         warnings.warn("planner has no effect beside a plan", stacklevel=3)
     env, here = env or default_env(), _device(device, stacklevel=5)
     watch_over([env.process_group], timeout_s, hang_up)
-    used = get_default_sharders() if sharders is None else sharders
-    places = find_places(module, used, plan, lambda kind: env)
+    chosen = get_default_sharders() if sharders is None else sharders
+    places = find_places(module, chosen, plan, lambda kind: env)
 
     def made() -> ShardingPlan:
         if planner is None:
-            return plan_for(module, used, env, here)
+            return plan_for(module, chosen, env, here)
         if env.process_group is None:
-            return planner.plan(module, list(used))
-        return planner.collective_plan(module, list(used), env.process_group)
+            return planner.plan(module, list(chosen))
+        return planner.collective_plan(module, list(chosen), env.process_group)
 
     with quiet_without_cuda(device or here):
         plan = agree_on_plan(places, plan, here, env.process_group, made, partial=True, stacklevel=3)
@@ -187,14 +187,14 @@ def _plan_of(
     if unknown:
         raise ValueError(f"the plan names unknown tables {unknown}, the module has {sorted(params)}")
     made = EmbeddingModuleShardingPlan()
-    for name, one in given.items():
-        if not isinstance(one, ParameterSharding):
+    for name, sharding in given.items():
+        if not isinstance(sharding, ParameterSharding):
             try:
-                one = one(params[name], env.local_world_size, env.world_size, device.type, sharder)
+                sharding = sharding(params[name], env.local_world_size, env.world_size, device.type, sharder)
             except ValueError as error:
                 # a generator does not know its table's name
                 raise ValueError(f"table {name!r}: {str(error).removeprefix(_UNNAMED)}") from error
-        made[name] = one
+        made[name] = sharding
     return made
 
 

@@ -121,9 +121,9 @@ def materialize(module: nn.Module, device: torch.device, stacklevel: int = 2) ->
         if isinstance(child, _HOLDERS) and path:
             continue
         owners = {"": child}
-        owners.update({f"{name}.": one for name, one in child._modules.items() if isinstance(one, _HOLDERS)})
+        owners.update({f"{name}.": holder for name, holder in child._modules.items() if isinstance(holder, _HOLDERS)})
         own: list[tuple[str, dict[str, Any]]] = [
-            (prefix, tensors) for prefix, one in owners.items() for tensors in (one._parameters, one._buffers)
+            (prefix, tensors) for prefix, owner in owners.items() for tensors in (owner._parameters, owner._buffers)
         ]
         there = [(prefix + name, t) for prefix, tensors in own for name, t in tensors.items() if t is not None]
         kept = [t for _, t in there if not is_lazy(t) and not t.is_meta]

@@ -99,9 +99,11 @@ class DistributedModelParallel(nn.Module):
                 raise TypeError(f"{what} must be a {kind.__name__}{hint}, got {type(value).__name__}")
         self._env, self._device = env or default_env(), device_here(device or "cpu", stacklevel=2)
         self._sharders = get_default_sharders() if sharders is None else list(sharders)
-        for one in self._sharders:
-            if not isinstance(one, ModuleSharder):
-                raise TypeError(f"sharders must be ModuleSharders, EmbeddingBagCollectionSharder() say, got {one!r}")
+        for sharder in self._sharders:
+            if not isinstance(sharder, ModuleSharder):
+                raise TypeError(
+                    f"sharders must be ModuleSharders, EmbeddingBagCollectionSharder() say, got {sharder!r}"
+                )
         self._init_parameters = init_parameters
         self._data_parallel_wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
         self._is_data_parallel = False
@@ -136,7 +138,7 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def sharders(self) -> list[ModuleSharder[Any]]:
-        """What shards which class of module."""
+        """The sharders, each for a class of modules."""
         return self._sharders
 
     @property
@@ -209,11 +211,11 @@ class DistributedModelParallel(nn.Module):
 
     def sparse_grad_parameter_names(self, destination: list[str] | None = None, prefix: str = "") -> list[str]:
         """Names of parameters with sparse gradients, those of nn.Embedding and nn.EmbeddingBag with `sparse=True`."""
-        found = [] if destination is None else destination
+        names = [] if destination is None else destination
         for name, module in self.module.named_modules(prefix=prefix):
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                found.append(f"{name}.weight" if name else "weight")
-        return found
+                names.append(f"{name}.weight" if name else "weight")
+        return names
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -230,8 +232,8 @@ class DistributedModelParallel(nn.Module):
         none on a rank without; replicated tables and dense layers are plain tensors. `torch.distributed.checkpoint`
         saves and loads it, also across plans and numbers of ranks.
         """
-        found: dict[str, Any] = {} if destination is None else destination
-        return self.module.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
+        filled: dict[str, Any] = {} if destination is None else destination
+        return self.module.state_dict(destination=filled, prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True
@@ -242,10 +244,10 @@ class DistributedModelParallel(nn.Module):
             ValueError: a table has another shape, or is in pieces that another plan cut; names it. Nothing is changed.
             RuntimeError: keys are missing or unexpected (unless not `strict`), or a dense layer has another shape.
         """
-        mine = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
+        inner = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
         for path, sharded in self._sharded.items():
-            check_weights(sharded, mine, f"{path}." if path else "")
-        return self.module.load_state_dict(mine, strict)
+            check_weights(sharded, inner, f"{path}." if path else "")
+        return self.module.load_state_dict(inner, strict)
 
     def reshard(
         self,
@@ -270,14 +272,14 @@ class DistributedModelParallel(nn.Module):
         Raises:
             ValueError: the plan does not fit, or as `reshard.reshard`; on all ranks, and nothing is changed.
         """
-        found = changes_of(changed_shard_to_params, sharded_module_fqn, list(self._sharded))
-        for path, (_, changes) in found.items():
+        moves = changes_of(changed_shard_to_params, sharded_module_fqn, list(self._sharded))
+        for path, (_, changes) in moves.items():
             with self.watched("in reshard"):
                 reshard_by_plan(self._sharded[path], changes, resplit=resplit)
             if path in self._plan.plan:
                 merged = EmbeddingModuleShardingPlan({**self._plan.plan[path], **changes})
                 self._plan = ShardingPlan({**self._plan.plan, path: merged})
-        return sum(float(volume) for volume, _ in found.values())
+        return sum(float(volume) for volume, _ in moves.values())
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         """The process groups that a failure ends, all ranks first."""
@@ -291,14 +293,16 @@ class DistributedModelParallel(nn.Module):
 def _dense_facts(
     module: nn.Module, places: Sequence[Place], env: ShardingEnv, *, data_parallel: bool, values: bool
 ) -> Callable[[], Facts]:
-    """What ranks must share of dense layers; that none of them steps in the backward, before its gradient is averaged.
+    """Facts of dense layers that ranks must share; that none steps in the backward, before its gradient is averaged.
 
     `data_parallel` and `values` say whether they are made data parallel and given values at once.
     """
 
     def find() -> Facts:
         in_tables = {id(param) for place in places for param in place.parameters().values()}
-        in_tables |= {id(param) for one in sharded_collections(module).values() for param in one.parameters()}
+        in_tables |= {
+            id(param) for collection in sharded_collections(module).values() for param in collection.parameters()
+        }
         dense = [(name, param) for name, param in module.named_parameters() if id(param) not in in_tables]
         marked = [name for name, param in dense if param.requires_grad and optimizer_of(param) is not None]
         if marked and env.data_parallel_group is not None:

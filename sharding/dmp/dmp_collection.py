@@ -101,22 +101,24 @@ class DMPCollection(DistributedModelParallel):
         )
         env = _env_for(config, global_pg, device)
         # before super(), which asks `_env_of`
-        self._envs_of_classes = {one.module: _env_for(one, global_pg, device) for one in submodule_configs or []}
+        self._envs_of_classes = {
+            submodule.module: _env_for(submodule, global_pg, device) for submodule in submodule_configs or []
+        }
         self._custom_all_reduce = custom_all_reduce
         # the parts of all plans; later ones go before
-        plans = [plan, *(one.plan for one in submodule_configs or [])]
+        plans = [plan, *(submodule.plan for submodule in submodule_configs or [])]
         whole = ShardingPlan({path: of_module for part in plans for path, of_module in part.plan.items()})
         super().__init__(
             module, env, device, whole, sharders, init_data_parallel, init_parameters, data_parallel_wrapper,
             timeout_s=timeout_s,
         )  # fmt: skip
-        self._replicas = [(one, _env_of_sharded(one)) for one in self._sharded.values()]
+        self._replicas = [(collection, _env_of_sharded(collection)) for collection in self._sharded.values()]
         exchanges = {id(env): Exchange(env.replica_pg) for _, env in self._replicas}
         self._exchanges = exchanges
         with torch.no_grad():
-            for one, env_of_one in self._replicas:
-                for tensor in _weights(one):
-                    exchanges[id(env_of_one)].broadcast(tensor)
+            for collection, env_of_collection in self._replicas:
+                for tensor in _weights(collection):
+                    exchanges[id(env_of_collection)].broadcast(tensor)
 
     def sync(self, include_optimizer_state: bool = True) -> None:
         """Make every replica's tables the mean of all; their optimizer states too, unless asked not to.
@@ -126,10 +128,12 @@ class DMPCollection(DistributedModelParallel):
         """
         with self.watched("in sync"):
             for env in {id(env): env for _, env in self._replicas}.values():
-                mine = [one for one, env_of_one in self._replicas if env_of_one is env]
-                self._average([tensor for one in mine for tensor in _weights(one)], env)
+                collections = [
+                    collection for collection, env_of_collection in self._replicas if env_of_collection is env
+                ]
+                self._average([tensor for collection in collections for tensor in _weights(collection)], env)
                 if include_optimizer_state:
-                    self._average([tensor for one in mine for tensor in _states(one)], env)
+                    self._average([tensor for collection in collections for tensor in _states(collection)], env)
 
     def set_all_reduce_hook(self, reduce_hook: AllReduce) -> None:
         """Let `reduce_hook` average tensors in `sync`, in place: it is called with those of one dtype at a time.
@@ -147,8 +151,8 @@ class DMPCollection(DistributedModelParallel):
             self._custom_all_reduce([tensor for tensor in tensors if tensor.dtype == dtype])
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
-        envs = [one for one in (self._env, *self._envs_of_classes.values()) if isinstance(one, ShardingEnv2D)]
-        return [*super()._groups(), *(pg for one in envs for pg in (one.sharding_pg, one.replica_pg))]
+        envs = [env for env in (self._env, *self._envs_of_classes.values()) if isinstance(env, ShardingEnv2D)]
+        return [*super()._groups(), *(pg for env in envs for pg in (env.sharding_pg, env.replica_pg))]
 
     def _env_of(self, kind: type[nn.Module]) -> ShardingEnv:
         return self._envs_of_classes.get(kind, self._env)
@@ -171,15 +175,15 @@ def _env_for(config: DMPCollectionConfig, global_pg: dist.ProcessGroup, device: 
     )  # fmt: skip
 
 
-def _env_of_sharded(one: ShardedCollection) -> ShardingEnv2D:
-    assert isinstance(one._env, ShardingEnv2D)
-    return one._env
+def _env_of_sharded(collection: ShardedCollection) -> ShardingEnv2D:
+    assert isinstance(collection._env, ShardingEnv2D)
+    return collection._env
 
 
-def _weights(one: ShardedCollection) -> list[Tensor]:
+def _weights(collection: ShardedCollection) -> list[Tensor]:
     # tables that are trained by their gradient are dense layers, and equal on all ranks
-    return [group.flat for group in one._tables.groups]
+    return [group.flat for group in collection._tables.groups]
 
 
-def _states(one: ShardedCollection) -> list[Tensor]:
-    return [state for group in one._tables.groups for state in group.states]
+def _states(collection: ShardedCollection) -> list[Tensor]:
+    return [state for group in collection._tables.groups for state in group.states]

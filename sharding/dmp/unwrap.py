@@ -41,21 +41,21 @@ def sharded_parameter_names(module: nn.Module) -> Iterator[str]:
 
     A module of a sharder of yours names its own by a method `sharded_parameter_names(prefix="")`.
     """
-    for path, one in get_unwrapped_module(module).named_modules(remove_duplicate=False):
-        names: Callable[[str], Iterator[str]] | None = getattr(one, "sharded_parameter_names", None)
+    for path, child in get_unwrapped_module(module).named_modules(remove_duplicate=False):
+        names: Callable[[str], Iterator[str]] | None = getattr(child, "sharded_parameter_names", None)
         if callable(names):
             yield from names(path)
 
 
 def get_unsharded_module_names(model: nn.Module) -> list[str]:
     """Paths of the outermost modules in which nothing is sharded, wrappers included; none if nothing is at all."""
-    found: list[str] = []
-    _find_unsharded(model, "", found)
-    return found
+    paths: list[str] = []
+    _find_unsharded(model, "", paths)
+    return paths
 
 
-def _find_unsharded(module: nn.Module, prefix: str, found: list[str]) -> bool:
-    """Whether something in the module is sharded; paths of its unsharded children go to `found`."""
+def _find_unsharded(module: nn.Module, prefix: str, paths: list[str]) -> bool:
+    """Whether something in the module is sharded; paths of its unsharded children go to `paths`."""
     # a collection, or a module that is sharded as a whole, say with its feature processors
     if callable(getattr(module, "sharded_parameter_names", None)):
         return True
@@ -63,8 +63,8 @@ def _find_unsharded(module: nn.Module, prefix: str, found: list[str]) -> bool:
     below: list[str] = []
     sharded = {name: _find_unsharded(child, f"{prefix}{name}.", below) for name, child in children.items()}
     if any(sharded.values()):
-        found += below
-        found += [prefix + name for name, is_sharded in sharded.items() if not is_sharded]
+        paths += below
+        paths += [prefix + name for name, is_sharded in sharded.items() if not is_sharded]
     return any(sharded.values())
 
 
