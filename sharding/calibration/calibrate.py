@@ -59,7 +59,7 @@ class Case:
 
     def placed(self, topology: Topology) -> list[Placed]:
         """The tables, cut and placed."""
-        found = []
+        placed = []
         for number, (table, kind) in enumerate(self.tables):
             way = way_of(table, kind, topology)
             here = (number % topology.world_size) if self.first is None else self.first
@@ -67,8 +67,8 @@ class Case:
                 starts: tuple[int, ...] = (0,) * len(way.widths)
             else:
                 starts = tuple((here + block) % topology.world_size for block in range(len(way.widths)))
-            found.append(Placed(table, way, starts))
-        return found
+            placed.append(Placed(table, way, starts))
+        return placed
 
 
 def way_of(table: Table, kind: str, topology: Topology) -> Way:
@@ -108,7 +108,7 @@ _CUTS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 
 def cases() -> list[Case]:
     """All of them."""
-    found = [Case(NOTHING, 1, _all(_tables(1, R=100, D=4, L=1), "table_wise"))]
+    all_cases = [Case(NOTHING, 1, _all(_tables(1, R=100, D=4, L=1), "table_wise"))]
     shapes: dict[str, tuple[int, list[Table]]] = {
         "one id": (1024, _tables(8, L=1)),
         "bags": (1024, _tables(4, L=20)),
@@ -120,15 +120,15 @@ def cases() -> list[Case]:
         "sequences": (256, _tables(4, L=20, pooled=False)),
     }
     for name, (batch, tables) in shapes.items():
-        found += [Case(f"{name}, {kind}", batch, _all(tables, kind)) for kind in _CUTS]
-        found.append(Case(f"{name}, on rank 0", batch, _all(tables, "table_wise"), first=0))
-    found += [Case(f"many features, {kind}", 16, _all(_tables(40, R=1000, D=8, L=1), kind)) for kind in _CUTS]
-    found += [
+        all_cases += [Case(f"{name}, {kind}", batch, _all(tables, kind)) for kind in _CUTS]
+        all_cases.append(Case(f"{name}, on rank 0", batch, _all(tables, "table_wise"), first=0))
+    all_cases += [Case(f"many features, {kind}", 16, _all(_tables(40, R=1000, D=8, L=1), kind)) for kind in _CUTS]
+    all_cases += [
         Case("many features of a table", 16, _all(_tables(4, R=1000, D=8, L=1, F=10), "table_wise")),
         Case("Adam", 1024, _all(_tables(4, L=10, optimizer="Adam"), "table_wise")),
         Case("dense gradients", 512, _all(_tables(4, R=5000, L=4, optimizer=None), "data_parallel")),
     ]
-    return found
+    return all_cases
 
 
 Progress = Callable[[int, int], None]
@@ -191,20 +191,20 @@ def calibrate(
             process.start()
         theirs.close()
         try:
-            found = _hear(ours, ranks, progress)
+            measured = _receive(ours, ranks, progress)
         finally:
             for process in ranks:
                 process.join(10)
                 if process.is_alive():
                     process.kill()
-    constants = fit(found, Topology(world_size, device), f"{world_size} {device} ranks of {threads} threads", chosen)
+    constants = fit(measured, Topology(world_size, device), f"{world_size} {device} ranks of {threads} threads", chosen)
     if out is not None:
-        constants.save(out, {"times": [asdict(one) for one in found]})
+        constants.save(out, {"times": [asdict(measurement) for measurement in measured]})
     return constants
 
 
-def _hear(conn: Connection, ranks: Sequence[Any], progress: Progress | None) -> list[Measured]:
-    """What rank 0 found; its reports of progress meanwhile."""
+def _receive(conn: Connection, ranks: Sequence[Any], progress: Progress | None) -> list[Measured]:
+    """Measurements of rank 0; its reports of progress are passed on meanwhile."""
     while True:
         if not conn.poll(1.0):
             ended = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
@@ -212,13 +212,13 @@ def _hear(conn: Connection, ranks: Sequence[Any], progress: Progress | None) -> 
                 raise RuntimeError(f"calibration: the process of rank {ended[0]} ended, see its output")
             continue
         try:
-            kind, found = conn.recv()
+            kind, payload = conn.recv()
         except EOFError:
             raise RuntimeError("calibration: the processes ended, see their output") from None
         if kind == "found":
-            return list(found)
+            return list(payload)
         if progress is not None:
-            progress(*found)
+            progress(*payload)
 
 
 def _rank(
@@ -243,10 +243,10 @@ def _rank(
     try:
         assert dist.group.WORLD is not None
         env = ShardingEnv.from_process_group(dist.group.WORLD)
-        told: Progress | None = (lambda *done: conn.send(("progress", done))) if rank == 0 else None
-        found = measure(env, here, seconds=seconds, progress=told, chosen=chosen)
+        report: Progress | None = (lambda *done: conn.send(("progress", done))) if rank == 0 else None
+        measured = measure(env, here, seconds=seconds, progress=report, chosen=chosen)
         if rank == 0:
-            conn.send(("found", found))
+            conn.send(("found", measured))
     finally:
         dist.destroy_process_group()
 
@@ -281,13 +281,13 @@ def measure(
     apart = {n: (list[float](), list[float]()) for n, case in enumerate(picked) if case.is_apart}
     begin, rounds, planned = time.perf_counter(), 0, _WARM_UP + _FEWEST_ROUNDS
     while rounds < planned:
-        for (_, _, _, call), mine in zip(calls, times, strict=True):
+        for (_, _, _, call), samples in zip(calls, times, strict=True):
             exchange.numbers(torch.zeros(env.world_size, device=device)).wait()
-            mine.append(timed(call, device))
+            samples.append(timed(call, device))
         for n, both in apart.items():
             exchange.numbers(torch.zeros(env.world_size, device=device)).wait()
-            for mine, ms in zip(both, steps[n].alone(device), strict=True):
-                mine.append(ms)
+            for samples, ms in zip(both, steps[n].alone(device), strict=True):
+                samples.append(ms)
         rounds += 1
         if rounds == _WARM_UP:
             begin = time.perf_counter()
@@ -298,11 +298,11 @@ def measure(
             planned = max(planned, rounds + int(exchange.numbers(more.repeat(env.world_size)).wait()[0]))
             if progress is not None:
                 progress(rounds - _WARM_UP, planned - _WARM_UP)
-    named = [(what, name, size, mine) for (what, name, size, _), mine in zip(calls, times, strict=True)]
+    named = [(what, name, size, samples) for (what, name, size, _), samples in zip(calls, times, strict=True)]
     for n, both in apart.items():
-        named += [(what, picked[n].name, 0, mine) for what, mine in zip(("lookup", "update"), both, strict=True)]
-    own = torch.tensor([median(mine[_WARM_UP:]) for *_, mine in named], device=device)
-    of_all = exchange.numbers(own.repeat(env.world_size)).wait().view(env.world_size, -1)
+        named += [(what, picked[n].name, 0, samples) for what, samples in zip(("lookup", "update"), both, strict=True)]
+    own = torch.tensor([median(samples[_WARM_UP:]) for *_, samples in named], device=device)  # [M]
+    of_all = exchange.numbers(own.repeat(env.world_size)).wait().view(env.world_size, -1)  # [W, M]
     slowest = of_all.max(dim=0).values.tolist()
     return [Measured(what, name, ms, size) for (what, name, size, _), ms in zip(named, slowest, strict=True)]
 
@@ -322,42 +322,42 @@ def fit(
     by_name = {case.name: case for case in (cases() if chosen is None else chosen)}
     parts = {name: _linear(case, topology) for name, case in by_name.items()}
     measured = _without_calls(measured)
-    ranks = [_of_ranks(one, parts, topology) for one in measured]
-    target = np.array([one.ms for one in measured])
+    ranks = [_of_ranks(measurement, parts, topology) for measurement in measured]  # M of [W, C]
+    target = np.array([measurement.ms for measurement in measured])  # [M]
     now = preset = _vector(CARDS["cpu" if topology.compute_device == "cpu" else "h100"].constants)
-    near = _NEAR * np.eye(len(preset))
+    near = _NEAR * np.eye(len(preset))  # [C, C]
     wanted = np.concatenate([np.ones(len(target)), _NEAR * np.ones(len(preset))])
     # which rank is the slowest depends on the constants
     for _ in range(8):
-        rows = np.stack([mine[int(np.argmax(mine @ now))] for mine in ranks])
+        rows = np.stack([of_case[int(np.argmax(of_case @ now))] for of_case in ranks])  # [M, C]
         now = preset * least_squares(np.concatenate([rows / target[:, None] * preset, near]), wanted)
-    found = _constants(now, f"measured: {where}")
+    constants = _constants(now, f"measured: {where}")
     several = topology.local_world_size < topology.world_size
-    return found if several else found.with_(inter_gb_s=found.intra_gb_s)
+    return constants if several else constants.with_(inter_gb_s=constants.intra_gb_s)
 
 
 def _linear(case: Case, topology: Topology) -> Floats:
-    """What each part of each rank's time has of each constant, one over it for bandwidths: [P, W, constants]."""
+    """Each constant's coefficient in each part of each rank's time, of 1 / bandwidth: [P, W, constants]."""
     placed = case.placed(topology)
     units = [rank_ms(placed, ShardwiseCost(topology, case.batch_size, unit)) for unit in _UNITS]
     return np.stack(units, axis=2)
 
 
-def _of_ranks(one: Measured, parts: Mapping[str, Floats], topology: Topology) -> Floats:
-    """What the time has of each constant on each rank: [W, constants]."""
-    if one.what == "exchange":
-        found = np.zeros((1, len(NUMBERS)))
-        received = 4 * one.numbers * (topology.world_size - 1)
-        found[0, NUMBERS.index("exchange_us")], found[0, NUMBERS.index("intra_gb_s")] = 1e-3, received * 1e-6
-        return found
-    picked = {"lookup": [PARTS.index("fwd_compute")], "update": [PARTS.index("bwd_compute")]}.get(one.what)
-    of_case = parts[one.name]
+def _of_ranks(measurement: Measured, parts: Mapping[str, Floats], topology: Topology) -> Floats:
+    """Each constant's coefficient in the time of each rank: [W, constants]."""
+    if measurement.what == "exchange":
+        terms = np.zeros((1, len(NUMBERS)))
+        received = 4 * measurement.numbers * (topology.world_size - 1)
+        terms[0, NUMBERS.index("exchange_us")], terms[0, NUMBERS.index("intra_gb_s")] = 1e-3, received * 1e-6
+        return terms
+    picked = {"lookup": [PARTS.index("fwd_compute")], "update": [PARTS.index("bwd_compute")]}.get(measurement.what)
+    of_case = parts[measurement.name]
     total: Floats = (of_case if picked is None else of_case[picked]).sum(axis=0)
     return total
 
 
 def _vector(constants: Constants) -> Floats:
-    """What times are linear in."""
+    """The constants as times are linear in them, 1 / bandwidth: [constants]."""
     values = {name: getattr(constants, name) for name in NUMBERS}
     return np.array([1 / value if name.endswith("_gb_s") else value for name, value in values.items()])
 
@@ -367,23 +367,23 @@ def _without_calls(measured: Sequence[Measured]) -> list[Measured]:
 
     Those that take little more are left out.
     """
-    least = {one.what: one.ms for one in measured if one.name == NOTHING}
-    found = []
-    for one in measured:
-        if one.what not in ("lookup", "update"):
-            found.append(one)
-        elif one.ms > 2 * least.get(one.what, 0.0):
-            found.append(replace(one, ms=one.ms - least.get(one.what, 0.0)))
-    return found
+    least = {measurement.what: measurement.ms for measurement in measured if measurement.name == NOTHING}
+    corrected = []
+    for measurement in measured:
+        if measurement.what not in ("lookup", "update"):
+            corrected.append(measurement)
+        elif measurement.ms > 2 * least.get(measurement.what, 0.0):
+            corrected.append(replace(measurement, ms=measurement.ms - least.get(measurement.what, 0.0)))
+    return corrected
 
 
 def rank_ms(placed: Sequence[Placed], cost: ShardwiseCost) -> Floats:
     """Time of each rank by `PARTS` [P, W] that the model predicts for placed tables."""
     total = np.zeros((len(PARTS), cost.topology.world_size))
-    total[PARTS.index("overhead")] += cost.base_ms([one.table for one in placed])
-    for one in placed:
-        choice = cost.price(one.table, one.way)
-        for block, start in enumerate(one.starts):
+    total[PARTS.index("overhead")] += cost.base_ms([item.table for item in placed])
+    for item in placed:
+        choice = cost.price(item.table, item.way)
+        for block, start in enumerate(item.starts):
             total[:, start : start + choice.span] += choice.parts_ms[:, block]
     return total
 
@@ -394,10 +394,10 @@ _UNITS = [Constants.from_json({"format": FORMAT, **_FREE, name: 1.0}) for name i
 
 
 def _constants(solution: Floats, source: str) -> Constants:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in zip(NUMBERS, solution.tolist(), strict=True):
-        found[name] = (min(_MOST_GB_S, 1 / value) if value > 0 else _MOST_GB_S) if name.endswith("_gb_s") else value
-    return Constants(**found, source=source)
+        values[name] = (min(_MOST_GB_S, 1 / value) if value > 0 else _MOST_GB_S) if name.endswith("_gb_s") else value
+    return Constants(**values, source=source)
 
 
 def least_squares(rows: Floats, target: Floats) -> Floats:

@@ -94,15 +94,15 @@ class Net(nn.Module):
             )
         if rows:
             self.rows = EmbeddingCollection([EmbeddingConfig(**_config(table)) for table in rows], device=_META)
-        for collection, mine in self.collections(pooled, rows):
-            for table, parameter in zip(mine, collection.parameters(), strict=True):
+        for collection, members in self.collections(pooled, rows):
+            for table, parameter in zip(members, collection.parameters(), strict=True):
                 if table.optimizer is not None:
                     apply_optimizer_in_backward(OPTIMIZERS[table.optimizer], [parameter], {"lr": 0.01})
 
     def collections(self, *tables: list[Table]) -> list[tuple[nn.Module, list[Table]]]:
         """Each collection that there is, and its tables, given those that are pooled and those that are not."""
         named = zip(_COLLECTIONS, tables, strict=True)
-        return [(getattr(self, name), mine) for name, mine in named if mine]
+        return [(getattr(self, name), members) for name, members in named if members]
 
     def forward(self, batches: Sequence[KeyedJaggedTensor]) -> list[Tensor]:
         """Outputs to be differentiated."""
@@ -113,7 +113,7 @@ class Net(nn.Module):
         if pooled is not None:
             outputs.append(pooled.values())
         if rows is not None:
-            outputs += [one.values() for one in dict(rows).values()]
+            outputs += [output.values() for output in dict(rows).values()]
         return outputs
 
 
@@ -127,16 +127,18 @@ def _config(table: Table) -> dict[str, Any]:
 def model_of(placed: Sequence[Placed], env: ShardingEnv, device: torch.device) -> DistributedModelParallel:
     """The model under its plan; all ranks call this together."""
     plan: dict[str, EmbeddingModuleShardingPlan] = {}
-    for one in placed:
-        path = _COLLECTIONS[not one.table.pooled]
+    for item in placed:
+        path = _COLLECTIONS[not item.table.pooled]
         where = plan.setdefault(path, EmbeddingModuleShardingPlan())
-        where[one.table.name] = one.parameter_sharding(env, device.type)
-    return DistributedModelParallel(Net([one.table for one in placed]), env=env, device=device, plan=ShardingPlan(plan))
+        where[item.table.name] = item.parameter_sharding(env, device.type)
+    return DistributedModelParallel(
+        Net([item.table for item in placed]), env=env, device=device, plan=ShardingPlan(plan)
+    )
 
 
 def batches_of(tables: Sequence[Table], batch_size: int, rank: int, device: torch.device) -> list[KeyedJaggedTensor]:
     """Batches of one rank, different on each."""
-    found = []
+    batches = []
     for number in range(_BATCHES):
         generator = torch.Generator().manual_seed(1000 * number + rank)
         keys, values, lengths = [], [], []
@@ -144,16 +146,16 @@ def batches_of(tables: Sequence[Table], batch_size: int, rank: int, device: torc
             for feature in table.features:
                 most = int(2 * feature.pooling_factor)
                 # whole numbers about the mean, their spread as that of real bags
-                mine = torch.randint(0, most + 1, (batch_size,), generator=generator)
+                bag_sizes = torch.randint(0, most + 1, (batch_size,), generator=generator)
                 if feature.pooling_factor == 1:
-                    mine = torch.ones(batch_size, dtype=torch.int64)
+                    bag_sizes = torch.ones(batch_size, dtype=torch.int64)
                 keys.append(feature.name)
-                lengths.append(mine)
-                values.append(draw(table.num_embeddings, int(mine.sum()), table.skew, generator))
+                lengths.append(bag_sizes)
+                values.append(draw(table.num_embeddings, int(bag_sizes.sum()), table.skew, generator))
         weights = torch.ones(sum(map(len, values))) if tables[0].weighted else None
         kjt = KeyedJaggedTensor(keys, torch.cat(values), weights, torch.cat(lengths))
-        found.append(kjt.to(device))
-    return found
+        batches.append(kjt.to(device))
+    return batches
 
 
 def draw(rows: int, count: int, skew: Skew, generator: torch.Generator) -> Tensor:
@@ -172,18 +174,18 @@ class Step:
     """A training step of this rank, over batches in turn; all ranks take it together."""
 
     def __init__(self, placed: Sequence[Placed], batch_size: int, env: ShardingEnv, device: torch.device) -> None:
-        tables = [one.table for one in placed]
+        tables = [item.table for item in placed]
         self.model = model_of(placed, env, device)
-        parts = [mine for pooled in (True, False) if (mine := [t for t in tables if t.pooled == pooled])]
-        self._batches = list(zip(*[batches_of(mine, batch_size, env.rank, device) for mine in parts], strict=True))
+        parts = [part for pooled in (True, False) if (part := [t for t in tables if t.pooled == pooled])]
+        self._batches = list(zip(*[batches_of(part, batch_size, env.rank, device) for part in parts], strict=True))
         self._count = 0
         self._gradients = [[torch.randn_like(part) for part in self.model(batch)] for batch in self._batches]
-        dense = {one.table.name for one in placed if one.way.replica and one.table.optimizer is None}
+        dense = {item.table.name for item in placed if item.way.replica and item.table.optimizer is None}
         self._dense = [p for name, p in self.model.named_parameters() if name.split(".")[-2] in dense]
 
     def collections(self) -> list[ShardedCollection]:
         """The sharded collections of the model."""
-        return [one for one in self.model.module.children() if isinstance(one, ShardedCollection)]
+        return [module for module in self.model.module.children() if isinstance(module, ShardedCollection)]
 
     def _next(self) -> int:
         self._count += 1
