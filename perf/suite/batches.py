@@ -122,16 +122,16 @@ def of_workload(
     weights: Tensor | None = None,
 ) -> list[Batch]:
     """So many distinct batches of a workload over one set of tables; "mean" averages all features."""
-    found: list[Batch] = []
+    batches: list[Batch] = []
     tables = [(rows, workload.dim) for rows in workload.rows]
     for seed in range(inputs):
         ids, lengths = draw(workload, seed, device)
         on: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
         averaged = [pooling == "mean"] * len(tables)
         made = _assembled(tables, ids, lengths, weights, workload.dtype, pooling, averaged, weighted, on)
-        found.append(made)
+        batches.append(made)
         weights = made.weights
-    return found
+    return batches
 
 
 def _assembled(
@@ -212,10 +212,10 @@ def lookup_bytes(batch: Batch) -> float:
 
 def distinct_rows(batch: Batch) -> Tensor:
     """Numbers of the rows of all tables that a batch of equal bags a feature names, each once."""
-    per_feature = batch.offsets[:: batch.grad.shape[0]].diff()
-    first = batch.features[:, FIRST_ROW].repeat_interleave(per_feature)
-    found: Tensor = torch.unique(batch.indices + first)
-    return found
+    per_feature = batch.offsets[:: batch.grad.shape[0]].diff()  # [F]
+    first = batch.features[:, FIRST_ROW].repeat_interleave(per_feature)  # [N]
+    rows: Tensor = torch.unique(batch.indices + first)
+    return rows
 
 
 def touched_rows(batch: Batch) -> int:

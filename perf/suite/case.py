@@ -117,12 +117,12 @@ def chosen(cases: Sequence[Case], suites: Sequence[str], device: str, only: str 
     except re.error as error:
         raise ValueError(f"{only!r} is no regular expression: {error}") from None
     there = [case for case in cases if case.suites & {*suites} and device in case.devices]
-    found = [case for case in there if wanted.search(f"{case.group}: {case.name}")]
-    if not found:
+    matching = [case for case in there if wanted.search(f"{case.group}: {case.name}")]
+    if not matching:
         having = f" has {only!r} in its group and name" if only else " is there"
         near = did_you_mean_of(only, (f"{case.group}: {case.name}" for case in there))
         raise ValueError(f"of the suites {', '.join(suites)} no case for {device}{having}{near}")
-    return found
+    return matching
 
 
 def in_a_line(error: Exception) -> str:

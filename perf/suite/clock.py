@@ -22,7 +22,7 @@ class Clock:
 
     def replay(self, seconds: Sequence[float]) -> None:
         """The next turns, one for each, took so long."""
-        self._told = [told for one in reversed(seconds) for told in (one, 0.0)]
+        self._told = [reading for elapsed in reversed(seconds) for reading in (elapsed, 0.0)]
 
     def __call__(self) -> float:
         return self._told.pop() if self._told else time.perf_counter() / self._calls

@@ -70,7 +70,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a case: "slower", "faster", "same" or "unsettled"; `changes` begin with the time's."""
+    """The outcome of a case: "slower", "faster", "same" or "unsettled"; `changes` begin with the time's."""
 
     name: str
     group: str
@@ -119,9 +119,9 @@ class Comparison:
 def refusal(base: Stored, new: Stored) -> str | None:
     """Why the runs must not be compared: another device, other threads, other sizes."""
     for key in DEVICE:
-        one, other = base.machine.get(key), new.machine.get(key)
-        if one != other:
-            return f"{base.path} was measured with {key} {one!r}, {new.path} with {other!r}"
+        base_value, new_value = base.machine.get(key), new.machine.get(key)
+        if base_value != new_value:
+            return f"{base.path} was measured with {key} {base_value!r}, {new.path} with {new_value!r}"
     if bool(base.about.get("small")) != bool(new.about.get("small")):
         return "one of the runs was made with --small"
     return None
@@ -131,13 +131,21 @@ def compare(base: Stored, new: Stored, at_least: float = AT_LEAST, iqrs: float =
     """Judge every case that both runs have, and name those that one lacks."""
     wanted = re.compile(only)
     sides = [
-        {one.name: one for one in split(side.measured.records) if wanted.search(f"{one.group}: {one.name}")}
+        {
+            record.name: record
+            for record in split(side.measured.records)
+            if wanted.search(f"{record.group}: {record.name}")
+        }
         for side in (base, new)
     ]
-    failures = {one.name: one.error for one in new.measured.failures if wanted.search(f"{one.group}: {one.name}")}
-    failing_before = {one.name for one in base.measured.failures}
+    failures = {
+        failure.name: failure.error
+        for failure in new.measured.failures
+        if wanted.search(f"{failure.group}: {failure.name}")
+    }
+    failing_before = {failure.name for failure in base.measured.failures}
     lost = {name: _reason(name, new, failures) for name in sides[0] if name not in sides[1]}
-    both = [(one, sides[1][name]) for name, one in sides[0].items() if name in sides[1]]
+    both = [(record, sides[1][name]) for name, record in sides[0].items() if name in sides[1]]
     shift = pace(both)
     verdicts = [judge(before, after, at_least, iqrs, shift) for before, after in both]
     return Comparison(
@@ -162,28 +170,32 @@ def differences(base: Stored, new: Stored) -> list[str]:
 
 
 def pace(both: Sequence[tuple[Record, Record]]) -> float:
-    """What the machine made of all that no change of the library touches; 1 where little of that was measured."""
-    found = [
+    """The machine's change of pace, by all that no change of the library touches; 1 where little of it was measured."""
+    paces = [
         max(statistics.median(after), LEAST) / max(statistics.median(before), LEAST)
         for base, new in both
         for who in (*YARDSTICKS, *PEERS)
         if (before := values(base, who)) and (after := values(new, who))
     ]
-    return statistics.median(found) if len(found) >= FEW_SIDES else 1.0
+    return statistics.median(paces) if len(paces) >= FEW_SIDES else 1.0
 
 
 def judge(base: Record, new: Record, at_least: float = AT_LEAST, iqrs: float = IQRS, shift: float = 1.0) -> Verdict:
-    """What became of one case on a machine whose pace has changed by `shift`."""
+    """The outcome of one case on a machine whose pace has changed by `shift`."""
     named = (base.name, base.group, base.unit)
     if base.unit != "s":
-        before, after = (statistics.median(values(one)) for one in (base, new))
+        before, after = (statistics.median(values(record)) for record in (base, new))
         size = Change("size", before, after, SIZE)
         return Verdict(*named, outcome([size], SIZE), (size,))
     changes = _changes(base, new, at_least, iqrs, shift)
     if base.bytes_moved and new.bytes_moved and abs(new.bytes_moved / base.bytes_moved - 1) > 0.05:
         why = f"it moved {base.bytes_moved:.4g} bytes then and {new.bytes_moved:.4g} now: other sizes"
         return Verdict(*named, "unsettled", changes, why)
-    busy = [run for run, one in (("base", base), ("new run", new)) if calm_laps(one) < min(SETTLED_LAPS, len(one.laps))]
+    busy = [
+        run
+        for run, record in (("base", base), ("new run", new))
+        if calm_laps(record) < min(SETTLED_LAPS, len(record.laps))
+    ]
     if busy:
         return Verdict(*named, "unsettled", changes, f"other processes took the cores in the {' and the '.join(busy)}")
     return Verdict(*named, outcome(changes, at_least), changes)
@@ -192,10 +204,10 @@ def judge(base: Record, new: Record, at_least: float = AT_LEAST, iqrs: float = I
 def outcome(changes: Sequence[Change], at_least: float) -> str:
     """The steadiest measure is beyond its threshold, and the others agree to the least that counts."""
     steadiest = min(changes, key=lambda change: change.threshold)
-    for told, sign in (("slower", 1), ("faster", -1)):
+    for direction, sign in (("slower", 1), ("faster", -1)):
         limits = [(change, change.threshold if change is steadiest else at_least) for change in changes]
         if all(change.times**sign > 1 + limit / 100 for change, limit in limits):
-            return told
+            return direction
     return "same"
 
 
@@ -210,16 +222,16 @@ def _changes(base: Record, new: Record, at_least: float, iqrs: float, shift: flo
 
     others = [who for who in (*YARDSTICKS, *PEERS) if values(base, OURS, who) and values(new, OURS, who)]
     beside = [change(f"beside {who}", who) for who in others]
-    steadiest = min(beside, key=lambda one: one.threshold, default=None)
-    found = [change("time", None), change("low time", None, low)]
-    return (*found, steadiest) if steadiest else tuple(found)
+    steadiest = min(beside, key=lambda candidate: candidate.threshold, default=None)
+    changes = [change("time", None), change("low time", None, low)]
+    return (*changes, steadiest) if steadiest else tuple(changes)
 
 
-def low(found: Sequence[float]) -> float:
-    """What other processes hardly touch."""
-    return quantile(found, LOW)
+def low(times: Sequence[float]) -> float:
+    """A low quantile, which other processes hardly touch."""
+    return quantile(times, LOW)
 
 
-def _spread(laps: Sequence[float], one: Record, over: str | None) -> float:
+def _spread(laps: Sequence[float], record: Record, over: str | None) -> float:
     """Between the laps; of the rounds where there are too few."""
-    return relative_iqr(laps if len(laps) >= FEW_LAPS else values(one, OURS, over))
+    return relative_iqr(laps if len(laps) >= FEW_LAPS else values(record, OURS, over))

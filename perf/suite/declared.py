@@ -109,10 +109,10 @@ def fused_update_bytes(
         return int(torch.tensor(nbytes, device=feature.device)[feature].sum())
 
     state = _table_rows(weights.new_empty(0, dtype=torch.float32), features, sector)
-    one = [_in_sectors(4, sector, 4)] * len(dims)
+    one_number = [_in_sectors(4, sector, 4)] * len(dims)
     there_and_back = {"W": total(_table_rows(weights, features, sector), of)}
     for i, kind in enumerate(kinds):
-        there_and_back[f"S{i}"] = total(state if kind == "element" else one, of)
+        there_and_back[f"S{i}"] = total(state if kind == "element" else one_number, of)
     sums = torch.tensor([_in_sectors(dim * 4, sector, dim * 4) for dim in dims], device=of.device)
     there_and_back["partial"] = int((_partial_sums(hits) * sums[of]).sum())
     reads = {"G": total(upstream, f), "index": 40 * indices.shape[0]}
@@ -121,11 +121,11 @@ def fused_update_bytes(
 
 def _partial_sums(hits: Tensor) -> Tensor:
     """Sums of chunks that each row, hit so often, leaves on all levels."""
-    found = torch.zeros_like(hits)
+    sums = torch.zeros_like(hits)
     while bool((hits > CHUNK).any()):
         hits = torch.where(hits > CHUNK, (hits + CHUNK - 1) // CHUNK, 0)
-        found += hits
-    return found
+        sums += hits
+    return sums
 
 
 def _ids_per_feature(offsets: Tensor, features: Tensor) -> list[int]:

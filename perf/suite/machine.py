@@ -1,4 +1,4 @@
-"""What a measurement ran on: device, threads, versions of everything, the commit."""
+"""The machine of a measurement: device, threads, versions of everything, the commit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def memory_bytes(device: str) -> int | None:
 
 
 def memory_for_tables(device: str) -> int:
-    """What the tables of a case may take: peers hold as much again each, and a gradient may be as large."""
+    """Bytes that the tables of a case may take: peers hold as much again each, and a gradient may be as large."""
     free = memory_bytes(device)
     if device == "cuda":
         return (free or 0) * 2 // 5
@@ -68,15 +68,15 @@ def memory_for_tables(device: str) -> int:
 
 def versions() -> dict[str, str | None]:
     """Versions by package, None of what is not installed, and of numba where its loops are turned off."""
-    found: dict[str, str | None] = {
+    by_package: dict[str, str | None] = {
         "shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()
     }  # fmt: skip
     for name, package in PACKAGES.items():
-        found[name] = _installed((package, *OTHER_NAMES.get(name, ())))
+        by_package[name] = _installed((package, *OTHER_NAMES.get(name, ())))
     if not numba_loops.compiles():
-        found["numba"] = None
-    found["cuda"] = torch.version.cuda
-    return found
+        by_package["numba"] = None
+    by_package["cuda"] = torch.version.cuda
+    return by_package
 
 
 def device_name(device: str) -> str:
@@ -93,16 +93,16 @@ def device_name(device: str) -> str:
 
 
 def described(device: str, threads: int) -> dict[str, Any]:
-    """What two runs have to share to be compared, and what they had better share."""
-    found: dict[str, Any] = {
+    """The facts that two runs have to share to be compared, and those that they had better share."""
+    description: dict[str, Any] = {
         "device": device, "device_name": device_name(device), "threads": threads, "cores": cores(),
         "versions": versions(),
     }  # fmt: skip
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found["memory_gib"] = round(properties.total_memory / 2**30, 1)
-        found["multiprocessors"] = properties.multi_processor_count
-    return found
+        description["memory_gib"] = round(properties.total_memory / 2**30, 1)
+        description["multiprocessors"] = properties.multi_processor_count
+    return description
 
 
 def machine_info(device: str, threads: int) -> dict[str, Any]:

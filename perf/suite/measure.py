@@ -114,7 +114,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of a list of cases."""
+    """The records and failures of a list of cases, and those not run."""
 
     records: tuple[Record, ...] = ()
     failures: tuple[Failure, ...] = ()
@@ -226,8 +226,8 @@ def _step(
         if not (kept and free and (machine.memory_bytes(setting.device) or 0) >= free / 2):
             _dropped(place)
     except Exception as error:
-        said = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-        place.failure = Failure(case.name, case.group, said[:1000], traceback.format_exc()[-4000:])
+        message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+        place.failure = Failure(case.name, case.group, message[:1000], traceback.format_exc()[-4000:])
         _dropped(place)
 
 
@@ -264,7 +264,7 @@ def measured(
     """One lap of a case that is set up, without some of the peers."""
     if ready.rounds is not None:
         rounds = 1 if case.unit == "bytes" else budget.least if case.slow else max(budget.least, budget.rounds // 4)
-        series = {who: list(found) for who, found in ready.rounds(rounds).items()}
+        series = {who: list(seconds) for who, seconds in ready.rounds(rounds).items()}
         if not series.get(OURS):
             raise ValueError(f"its rounds measured nothing of {OURS!r}, but of {sorted(series)}")
         return Lap({OURS: series.pop(OURS), **series}, copy_gb_s=copy)
@@ -297,12 +297,12 @@ def prepared(sides: Mapping[str, Sequence[Call]], budget: Budget, slow: bool) ->
     took = {who: _warmed(calls, budget.seconds, slow) for who, calls in sides.items()}
     times = {who: _times(seconds, budget.turn_s, sides[who]) for who, seconds in took.items()}
     turns = {who: times[who] * seconds for who, seconds in took.items()}
-    found = {}
+    prepared_sides = {}
     for who, calls in sides.items():
         others = sum(seconds for other, seconds in turns.items() if other != who)
         seldom = who != OURS and others > 0 and turns[who] > SELDOM * others
-        found[who] = Side(calls, times[who], EVERY if seldom else 1, turns[who])
-    return found
+        prepared_sides[who] = Side(calls, times[who], EVERY if seldom else 1, turns[who])
+    return prepared_sides
 
 
 def _times(seconds: float, turn_s: float, calls: Sequence[Call]) -> int:
@@ -343,7 +343,7 @@ def cpu_lap(calls: Mapping[str, Sequence[Call]], budget: Budget, slow: bool, cop
 
 def lap_of(turns: Mapping[str, Sequence[Turn | None]], copy: float | None = None) -> Lap:
     """Times of the turns, and which of them lost a core."""
-    times: Times = {who: [one.seconds if one else None for one in made] for who, made in turns.items()}
+    times: Times = {who: [turn.seconds if turn else None for turn in made] for who, made in turns.items()}
     return Lap(times, {who: places for who, made in turns.items() if (places := disturbed(made))}, copy)
 
 

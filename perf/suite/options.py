@@ -14,6 +14,6 @@ FLAG: Mapping[str, Any] = {"action": "store_true"}
 def parser_of(options: Options, prog: str | None, description: str | None) -> argparse.ArgumentParser:
     """A parser of these options; the description is printed as it is."""
     parser = argparse.ArgumentParser(prog, None, description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag, told in options.items():
-        parser.add_argument(flag, **told)
+    for flag, settings in options.items():
+        parser.add_argument(flag, **settings)
     return parser

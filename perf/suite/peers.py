@@ -1,4 +1,4 @@
-"""What is beside us: which peers can be imported, and the same tables in their hands, over one memory.
+"""Peers to be measured beside us: which can be imported, and the same tables in their hands, over one memory.
 
 All sides of a case look up and update the same rows in turn, so that a case needs the memory of one set of tables, and
 none of them has the better pages. Letters as in batches.py.
@@ -73,8 +73,8 @@ def assert_close(got: Tensor, want: Tensor, tolerance: float, what: str) -> None
 def assert_peers(got: Tensor, peers: Mapping[str, Sequence[Call]], tolerance: float) -> None:
     """Raise AssertionError unless the first call of each peer gives that, too."""
     for name, calls in peers.items():
-        found: Any = calls[0]()
-        assert_close(got, found.float(), tolerance, name)
+        output: Any = calls[0]()
+        assert_close(got, output.float(), tolerance, name)
 
 
 def table_memory(elements: int, dtype: torch.dtype, device: str) -> Tensor:

@@ -25,7 +25,7 @@ def join_group(rank: int, ranks: int, store: str, *, stuck_seconds: float = 1800
 
 
 def on_ranks(ranks: int, work: Callable[..., Any], *args: Any, threads: int | None = 1) -> Any:
-    """What `work(*args)`, a top-level function, returns on rank 0 of so many processes that all call it."""
+    """The result of `work(*args)`, a top-level function, on rank 0 of so many processes that all call it."""
     with tempfile.TemporaryDirectory() as folder:
         processes: Any = mp
         processes.spawn(_rank, (ranks, folder, threads, work, args), nprocs=ranks)
@@ -44,7 +44,7 @@ def _rank(rank: int, ranks: int, folder: str, threads: int | None, work: Callabl
 
 
 def of_ranks(value: Any) -> list[Any]:
-    """What each rank has; all call it together."""
+    """The value of each rank; all call it together."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered

@@ -1,4 +1,4 @@
-"""What was measured of a case, and what follows from it: medians, quartiles, ratios to peers, bandwidth, the floor.
+"""Records of measured cases, and what follows from them: medians, quartiles, ratios to peers, bandwidth, the floor.
 
 A record has laps, a lap has rounds, and in a round each side has a turn. A turn that lost a core to another process is
 disturbed; it is left out where enough others remain, lap by lap.
@@ -68,25 +68,25 @@ def relative_iqr(values: Sequence[float]) -> float:
 
 def lap_values(lap: Lap, who: str = OURS, over: str | None = None) -> tuple[list[float], bool]:
     """Times of a side's turns, or its ratios within a round to those of another; and whether they are calm ones."""
-    mine = lap.times.get(who, ())
-    theirs = lap.times.get(over, ()) if over is not None else [1.0] * len(mine)
+    times = lap.times.get(who, ())
+    other_times = lap.times.get(over, ()) if over is not None else [1.0] * len(times)
     disturbed = {*lap.disturbed.get(who, ()), *(lap.disturbed.get(over, ()) if over is not None else ())}
-    found = [
+    numbered = [
         (number, own / other)
-        for number, (own, other) in enumerate(zip(mine, theirs, strict=False))
+        for number, (own, other) in enumerate(zip(times, other_times, strict=False))
         if own is not None and other is not None and other > 0
     ]
-    calm = [value for number, value in found if number not in disturbed]
-    if calm and len(calm) >= min(CALM, -(-len(found) // 2)):
+    calm = [value for number, value in numbered if number not in disturbed]
+    if calm and len(calm) >= min(CALM, -(-len(numbered) // 2)):
         return calm, True
-    return [value for _, value in found], False
+    return [value for _, value in numbered], False
 
 
 def values(record: Record, who: str = OURS, over: str | None = None) -> list[float]:
     """The same of all laps that are calm, or of all laps where none is."""
     laps = [lap_values(lap, who, over) for lap in record.laps]
     some_calm = any(calm for _, calm in laps)
-    return [value for found, calm in laps for value in found if calm or not some_calm]
+    return [value for times, calm in laps for value in times if calm or not some_calm]
 
 
 def by_lap(
@@ -95,7 +95,7 @@ def by_lap(
     """A statistic of ours for each lap that is calm, or for all laps where none is."""
     laps = [pair for pair in (lap_values(lap, OURS, over) for lap in record.laps) if pair[0]]
     some_calm = any(calm for _, calm in laps)
-    return [of(found) for found, calm in laps if calm or not some_calm]
+    return [of(times) for times, calm in laps if calm or not some_calm]
 
 
 def calm_laps(record: Record) -> int:
@@ -124,19 +124,19 @@ def split(records: Iterable[Record]) -> list[Record]:
 
     A peer that could not be captured is beside the replays with its eager calls, which a note says.
     """
-    found = []
-    for one in records:
+    parts = []
+    for record in records:
         uncaptured = {
-            who.removesuffix(GRAPH): why for lap in one.laps for who, why in lap.notes.items() if who.endswith(GRAPH)
+            who.removesuffix(GRAPH): why for lap in record.laps for who, why in lap.notes.items() if who.endswith(GRAPH)
         }
-        eager = [who for lap in one.laps for who in lap.times if not who.endswith(GRAPH)]
-        notes = {**one.notes, **({"no graph": uncaptured[OURS]} if OURS in uncaptured else {})}
-        found.append(replace(one, laps=_of(one, {who: who for who in eager}), notes=notes))
-        if values(one, OURS + GRAPH):
-            names = {who: who + GRAPH if values(one, who + GRAPH) else who for who in eager}
+        eager = [who for lap in record.laps for who in lap.times if not who.endswith(GRAPH)]
+        notes = {**record.notes, **({"no graph": uncaptured[OURS]} if OURS in uncaptured else {})}
+        parts.append(replace(record, laps=_of(record, {who: who for who in eager}), notes=notes))
+        if values(record, OURS + GRAPH):
+            names = {who: who + GRAPH if values(record, who + GRAPH) else who for who in eager}
             notes = {f"no graph of {who}": uncaptured.get(who, "none") for who in PEERS if names.get(who) == who}
-            found.append(replace(one, name=one.name + GRAPH, laps=_of(one, names), notes=notes))
-    return found
+            parts.append(replace(record, name=record.name + GRAPH, laps=_of(record, names), notes=notes))
+    return parts
 
 
 def _of(record: Record, names: Mapping[str, str]) -> tuple[Lap, ...]:
@@ -158,16 +158,16 @@ def best_median(record: Record, who: str = OURS) -> float:
 
 def ratio(record: Record, peer: str) -> tuple[float, float, float] | None:
     """Quartiles of ours over theirs within a round: first, median, third."""
-    found = values(record, OURS, peer)
-    if not found:
+    ratios = values(record, OURS, peer)
+    if not ratios:
         return None
-    return quantile(found, 0.25), statistics.median(found), quantile(found, 0.75)
+    return quantile(ratios, 0.25), statistics.median(ratios), quantile(ratios, 0.75)
 
 
 def copy_gb_s(record: Record) -> float | None:
     """The copy bandwidth of the record's laps."""
-    found = [lap.copy_gb_s for lap in record.laps if lap.copy_gb_s]
-    return statistics.median(found) if found else None
+    bandwidths = [lap.copy_gb_s for lap in record.laps if lap.copy_gb_s]
+    return statistics.median(bandwidths) if bandwidths else None
 
 
 def floor_s(record: Record) -> float | None:

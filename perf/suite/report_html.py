@@ -96,35 +96,35 @@ def roofline(points: Sequence[Point], copy_gb_s: float, groups: Sequence[str], t
     for point in points:
         share = 100 * point.bytes_moved / point.seconds / 1e9 / copy_gb_s
         moved = f"{size(point.bytes_moved)} in {duration(point.seconds)}, {share:.0f} % of copy"
-        told = f"{point.group}: {point.name}\n{moved}"
+        tooltip = f"{point.group}: {point.name}\n{moved}"
         shapes.append(
             f'<circle class="b {colour(groups, point.group)}" cx="{x(point.bytes_moved):.1f}"'
-            f' cy="{y(point.seconds):.1f}" r="5"><title>{escape(told)}</title></circle>'
+            f' cy="{y(point.seconds):.1f}" r="5"><title>{escape(tooltip)}</title></circle>'
         )
     shapes.append(f'<text class="mid" x="{WIDTH / 2}" y="{HEIGHT - 6}">bytes that a call declares</text>')
     return svg(WIDTH, HEIGHT, title, shapes)
 
 
-def bars(found: Sequence[Bar], peers: Sequence[str], title: str) -> str:
+def bars(all_bars: Sequence[Bar], peers: Sequence[str], title: str) -> str:
     """Ratios to peers, logarithmic: to the left of the line ours takes less time."""
-    names = list(dict.fromkeys(bar.case for bar in found))
-    least = min(-0.5, *(math.log10(bar.first) for bar in found))
-    most = max(0.5, *(math.log10(bar.third) for bar in found))
+    names = list(dict.fromkeys(bar.case for bar in all_bars))
+    least = min(-0.5, *(math.log10(bar.first) for bar in all_bars))
+    most = max(0.5, *(math.log10(bar.third) for bar in all_bars))
 
     def x(ratio: float) -> float:
         return NAMES + (math.log10(ratio) - least) / (most - least) * (WIDTH - NAMES - 60)
 
     shapes, top = [], TOP + 14
     for case in names:
-        mine = [bar for bar in found if bar.case == case]
-        middle = top + BAR * len(mine) / 2 + 4
+        bars_of_case = [bar for bar in all_bars if bar.case == case]
+        middle = top + BAR * len(bars_of_case) / 2 + 4
         shapes.append(f'<text class="end" x="{NAMES - 12}" y="{middle:.1f}">{escape(_cut(case))}</text>')
-        for bar in mine:
+        for bar in bars_of_case:
             begin, end = sorted((x(1.0), x(bar.middle)))
-            told = f"{case}\n{times(bar.middle)} of {bar.peer}'s time (quartiles {bar.first:.3g} to {bar.third:.3g})"
+            tooltip = f"{case}\n{times(bar.middle)} of {bar.peer}'s time (quartiles {bar.first:.3g} to {bar.third:.3g})"
             shapes.append(
                 f'<rect class="b {colour(peers, bar.peer)}" x="{begin:.1f}" y="{top:.1f}"'
-                f' width="{max(end - begin, 1):.1f}" height="{BAR - 1}"><title>{escape(told)}</title></rect>'
+                f' width="{max(end - begin, 1):.1f}" height="{BAR - 1}"><title>{escape(tooltip)}</title></rect>'
                 f'<path class="whisker" d="M{x(bar.first):.1f} {top + BAR / 2:.1f}H{x(bar.third):.1f}"/>'
                 f'<text x="{max(end, x(bar.third)) + 4:.1f}" y="{top + BAR - 1:.1f}">{times(bar.middle)}</text>'
             )
@@ -164,13 +164,13 @@ def page(stored: Sequence[Stored]) -> str:
     """The page, the same bytes for the same files."""
     title = "shardwise: measured" if len(stored) == 1 else f"shardwise: {len(stored)} runs"
     body = [f"<h1>{escape(title)}</h1>"]
-    for place, one in enumerate(stored, 1):
-        label = "" if len(stored) == 1 else f"[{place}] {one.path}: "
-        body.append(soft(f"{label}{heading(one)}"))
-        body += [f'<p class="soft">{escape(said)}</p>' for said in remarks(one)]
+    for place, run in enumerate(stored, 1):
+        label = "" if len(stored) == 1 else f"[{place}] {run.path}: "
+        body.append(soft(f"{label}{heading(run)}"))
+        body += [f'<p class="soft">{escape(remark)}</p>' for remark in remarks(run)]
     groups = list(dict.fromkeys(row.group for row in rows(stored) if row.group))
-    for one in stored:
-        body += _figures(one, groups)
+    for run in stored:
+        body += _figures(run, groups)
     body += ["<h2>Cases</h2>", *_table(stored), *_versions(stored)]
     return document(title, style_sheet(), body)
 
@@ -182,9 +182,9 @@ def style_sheet() -> str:
     return PAGE.replace("LIGHT", light).replace("DARK", dark) + MORE + fills
 
 
-def _figures(one: Stored, groups: Sequence[str]) -> Iterator[str]:
-    where = f"{one.machine.get('device_name')} ({one.machine.get('device')})"
-    records = [each for each in record.split(one.measured.records) if each.unit == "s"]
+def _figures(run: Stored, groups: Sequence[str]) -> Iterator[str]:
+    where = f"{run.machine.get('device_name')} ({run.machine.get('device')})"
+    records = [each for each in record.split(run.measured.records) if each.unit == "s"]
     points = [
         Point(each.name, each.group, each.bytes_moved, record.best_median(each))
         for each in records
@@ -199,19 +199,19 @@ def _figures(one: Stored, groups: Sequence[str]) -> Iterator[str]:
             " moves its bytes through memory is below it; what lies in a cache can be."
         )
         yield _figure(roofline(points, copy, groups, f"Bytes against time on {where}"), groups)
-    found = [
+    ratio_bars = [
         Bar(each.name, peer, *quartiles)
         for each in records
         for peer in record.peers(each)
         if (quartiles := record.ratio(each, peer))
     ]
-    peers = [peer for peer in PEERS if any(bar.peer == peer for bar in found)]
-    if found:
+    peers = [peer for peer in PEERS if any(bar.peer == peer for bar in ratio_bars)]
+    if ratio_bars:
         yield f"<h2>Time over that of peers on {escape(where)}</h2>"
         yield soft(
             "Medians of the ratios within a round; thin lines reach from quartile to quartile. Below 1x ours is faster."
         )
-        yield _figure(bars(found, peers, f"Ratios to peers on {where}"), peers)
+        yield _figure(bars(ratio_bars, peers, f"Ratios to peers on {where}"), peers)
 
 
 def _figure(chart: str, names: Sequence[str]) -> str:
@@ -226,25 +226,25 @@ def _table(stored: Sequence[Stored]) -> Iterator[str]:
     yield f'<div class="scroll"><table><thead><tr><th>group</th><th scope="col">case</th>{heads}</tr></thead><tbody>'
     for row in rows(stored):
         cells = [row.cells.get(name, "") for name in names]
-        told = "".join(
+        cells_html = "".join(
             f'<td class="n{" bad" if cell in ("failed", "not run") else ""}">{escape(cell)}</td>' for cell in cells
         )
-        yield f'<tr><td>{escape(row.group)}</td><th scope="row">{escape(row.name)}</th>{told}</tr>'
+        yield f'<tr><td>{escape(row.group)}</td><th scope="row">{escape(row.name)}</th>{cells_html}</tr>'
     yield "</tbody></table></div>"
 
 
 def _versions(stored: Sequence[Stored]) -> Iterator[str]:
     yield "<h2>Versions</h2>"
-    names = list(dict.fromkeys(name for one in stored for name in one.machine.get("versions", {})))
-    heads = "".join(f"<th>{escape(one.path)}</th>" for one in stored)
+    names = list(dict.fromkeys(name for run in stored for name in run.machine.get("versions", {})))
+    heads = "".join(f"<th>{escape(run.path)}</th>" for run in stored)
     lines = [
-        (name, [str(one.machine.get("versions", {}).get(name) or "not installed") for one in stored]) for name in names
+        (name, [str(run.machine.get("versions", {}).get(name) or "not installed") for run in stored]) for name in names
     ]
-    lines += [(key, [str(one.machine.get(key, "")) for one in stored]) for key in ("device_name", "threads", "cores")]
-    lines += [(key, [str(one.about.get(key, "")) for one in stored]) for key in ("commit", "dirty", "datetime", "load")]
-    told = "".join(
+    lines += [(key, [str(run.machine.get(key, "")) for run in stored]) for key in ("device_name", "threads", "cores")]
+    lines += [(key, [str(run.about.get(key, "")) for run in stored]) for key in ("commit", "dirty", "datetime", "load")]
+    rows_html = "".join(
         f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
         for name, cells in lines
     )
     yield f'<div class="scroll"><table class="ways"><thead><tr><th></th>{heads}</tr></thead>'
-    yield f"<tbody>{told}</tbody></table></div>"
+    yield f"<tbody>{rows_html}</tbody></table></div>"

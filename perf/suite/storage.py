@@ -70,7 +70,7 @@ def to_json(measured: Measured, machine_info: Mapping[str, Any], about: Mapping[
     return {
         "machine_info": dict(machine_info),
         "commit_info": machine.commit_info(),
-        "benchmarks": [_benchmark(one) for one in measured.records if one.unit == "s"],
+        "benchmarks": [_benchmark(case) for case in measured.records if case.unit == "s"],
         "datetime": machine.now(),
         "version": "5.0.0",
         "shardwise": appendix(measured, about),
@@ -78,40 +78,40 @@ def to_json(measured: Measured, machine_info: Mapping[str, Any], about: Mapping[
 
 
 def appendix(measured: Measured, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What the format has no place for: "shardwise" of the file."""
+    """The part that the format has no place for: "shardwise" of the file."""
     return {
         "format": FORMAT,
-        "sizes": [_benchmark(one) for one in measured.records if one.unit != "s"],
+        "sizes": [_benchmark(case) for case in measured.records if case.unit != "s"],
         "failed": [vars(failure) for failure in measured.failures],
         "not_run": list(measured.not_run),
         **about,
     }
 
 
-def _benchmark(one: Record) -> dict[str, Any]:
-    data = record.values(one)
+def _benchmark(case: Record) -> dict[str, Any]:
+    data = record.values(case)
     return {
-        "group": one.group,
-        "name": f"{TEST.rpartition('::')[2]}[{one.name}]",
-        "fullname": f"{TEST}[{one.name}]",
-        "params": {"name": one.name},
-        "param": one.name,
-        "extra_info": extra_info(one),
+        "group": case.group,
+        "name": f"{TEST.rpartition('::')[2]}[{case.name}]",
+        "fullname": f"{TEST}[{case.name}]",
+        "params": {"name": case.name},
+        "param": case.name,
+        "extra_info": extra_info(case),
         "options": {"disable_gc": True, "timer": "perf_counter", "min_rounds": 1, "warmup": True},
         "stats": _stats(data),
     }
 
 
-def extra_info(one: Record) -> dict[str, Any]:
+def extra_info(case: Record) -> dict[str, Any]:
     """All of a record, and what follows from it, for people and programs that read the file."""
     names = ("q1", "median", "q3")
-    ratios = {peer: three for peer in record.peers(one) if (three := record.ratio(one, peer))}
-    found: dict[str, Any] = {
-        "unit": one.unit, "device": one.device, "group": one.group,
-        "bytes_moved": one.bytes_moved, "floor": one.floor,
-        "floor_s": record.floor_s(one), "gb_per_s": record.gb_per_s(one), "copy_gb_s": record.copy_gb_s(one),
-        "percent_of_copy": record.percent_of_copy(one),
-        "medians": {who: record.median(one, who) for who in record.sides(one) if record.values(one, who)},
+    ratios = {peer: three for peer in record.peers(case) if (three := record.ratio(case, peer))}
+    info: dict[str, Any] = {
+        "unit": case.unit, "device": case.device, "group": case.group,
+        "bytes_moved": case.bytes_moved, "floor": case.floor,
+        "floor_s": record.floor_s(case), "gb_per_s": record.gb_per_s(case), "copy_gb_s": record.copy_gb_s(case),
+        "percent_of_copy": record.percent_of_copy(case),
+        "medians": {who: record.median(case, who) for who in record.sides(case) if record.values(case, who)},
         "ratios": {peer: dict(zip(names, quartiles, strict=True)) for peer, quartiles in ratios.items()},
     }  # fmt: skip
     laps = [
@@ -121,9 +121,9 @@ def extra_info(one: Record) -> dict[str, Any]:
             "copy_gb_s": lap.copy_gb_s,
             "notes": dict(lap.notes),
         }
-        for lap in one.laps
+        for lap in case.laps
     ]
-    return {**_rounded(found), "notes": dict(one.notes), "laps": laps}
+    return {**_rounded(info), "notes": dict(case.notes), "laps": laps}
 
 
 def _five(value: float | None) -> float | None:
@@ -133,7 +133,7 @@ def _five(value: float | None) -> float | None:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
+        return {key: _rounded(inner) for key, inner in value.items()}
     return _five(value) if isinstance(value, float) else value
 
 
@@ -162,39 +162,39 @@ def load(path: Path) -> Stored:
         ValueError: it is no such file.
     """
     try:
-        found = json.loads(read_text(path))
+        data = json.loads(read_text(path))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("benchmarks"), list):
+    if not isinstance(data, dict) or not isinstance(data.get("benchmarks"), list):
         raise ValueError(f"{path} holds no measurements: it has no list 'benchmarks', as `perf run --out` writes it")
-    return parsed(found, str(path))
+    return parsed(data, str(path))
 
 
-def parsed(found: Mapping[str, Any], path: str) -> Stored:
-    """What `to_json` gave, or a file of pytest-benchmark; `path` is for errors.
+def parsed(data: Mapping[str, Any], path: str) -> Stored:
+    """The measurements in what `to_json` gave, or in a file of pytest-benchmark; `path` is for errors.
 
     Raises:
         ValueError: it is damaged.
     """
-    more = found.get("shardwise") or {}
+    more = data.get("shardwise") or {}
     if more and more.get("format") != FORMAT:
         raise ValueError(f"{path} has format {more.get('format')!r} of another shardwise; this one reads {FORMAT}")
     try:
-        records = [_record(one) for one in [*found["benchmarks"], *more.get("sizes", [])]]
-        failures = [Failure(**one) for one in more.get("failed", [])]
+        records = [_record(benchmark) for benchmark in [*data["benchmarks"], *more.get("sizes", [])]]
+        failures = [Failure(**failure) for failure in more.get("failed", [])]
         about = {name: value for name, value in more.items() if name not in ("sizes", "failed", "not_run")}
-        commit = found.get("commit_info") or {}
-        about |= {"datetime": found.get("datetime"), "commit": commit.get("id"), "dirty": commit.get("dirty")}
+        commit = data.get("commit_info") or {}
+        about |= {"datetime": data.get("datetime"), "commit": commit.get("id"), "dirty": commit.get("dirty")}
         measured = Measured(tuple(records), tuple(failures), tuple(more.get("not_run", ())))
-        return Stored(path, measured, _machine(found.get("machine_info") or {}), about)
+        return Stored(path, measured, _machine(data.get("machine_info") or {}), about)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
 
 
-def _record(one: Mapping[str, Any]) -> Record:
-    extra, stats = one.get("extra_info") or {}, one["stats"]
+def _record(benchmark: Mapping[str, Any]) -> Record:
+    extra, stats = benchmark.get("extra_info") or {}, benchmark["stats"]
     ours = "laps" in extra
     if ours:
         laps = tuple(Lap(lap["times"], lap["disturbed"], lap["copy_gb_s"], lap["notes"]) for lap in extra["laps"])
@@ -204,22 +204,22 @@ def _record(one: Mapping[str, Any]) -> Record:
         laps = (Lap({OURS: data}),)
     if not all(_is_series(series) for lap in laps for series in lap.times.values()):
         raise TypeError("times that are no numbers")
-    if not any(one is not None for lap in laps for one in lap.times.get(OURS, ())):
+    if not any(seconds is not None for lap in laps for seconds in lap.times.get(OURS, ())):
         raise TypeError(f"no times of {OURS!r}")
     if not all(_is_series([lap.copy_gb_s]) for lap in laps) or not _is_series([extra.get("bytes_moved")]):
         raise TypeError("bytes or a bandwidth that is no number")
     if not isinstance(extra.get("notes", {}), dict):
         raise TypeError("notes that are no names and values")
-    named = one["param"] if one["fullname"].startswith(f"{TEST}[") else one["fullname"]
+    named = benchmark["param"] if benchmark["fullname"].startswith(f"{TEST}[") else benchmark["fullname"]
     return Record(
-        str(named), str(one.get("group") or extra.get("group") or ""), laps, str(extra.get("unit", "s")),
+        str(named), str(benchmark.get("group") or extra.get("group") or ""), laps, str(extra.get("unit", "s")),
         str(extra.get("device", "cpu")), extra.get("bytes_moved"), str(extra.get("floor", "")), extra.get("notes", {}),
     )  # fmt: skip
 
 
 def _is_series(series: object) -> bool:
     return isinstance(series, list) and all(
-        one is None or (isinstance(one, (int, float)) and math.isfinite(one) and one >= 0) for one in series
+        value is None or (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0) for value in series
     )
 
 

@@ -57,15 +57,15 @@ def disturbed(turns: Sequence[Turn | None]) -> list[int]:
     If its work is this thread's alone, what other threads lose does not matter: a pool of threads spins for a while
     after its work, and is often stopped then.
     """
-    made = [one for one in turns if one is not None]
-    alone = sum(one.all_cpu_s for one in made) < 1.1 * sum(one.own_cpu_s for one in made)
-    found = []
-    for place, one in enumerate(turns):
-        if one is not None:
-            switches = one.own_switches if alone else one.all_switches
-            if switches > one.seconds * one.calls / SWITCH_S:
-                found.append(place)
-    return found
+    made = [turn for turn in turns if turn is not None]
+    alone = sum(turn.all_cpu_s for turn in made) < 1.1 * sum(turn.own_cpu_s for turn in made)
+    places = []
+    for place, turn in enumerate(turns):
+        if turn is not None:
+            switches = turn.own_switches if alone else turn.all_switches
+            if switches > turn.seconds * turn.calls / SWITCH_S:
+                places.append(place)
+    return places
 
 
 def _switches() -> tuple[int, int]:

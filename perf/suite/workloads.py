@@ -63,7 +63,7 @@ class Workload:
 
     @property
     def notes(self) -> Mapping[str, object]:
-        """What the record of a case says of it."""
+        """The notes on it in the record of a case."""
         cuts = {"largest tables divided by": self.cut, "batch divided by": self.batch_cut}
         shape = {"tables": len(self.rows), "rows": sum(self.rows), "dim": self.dim, "batch": self.batch}
         return {**shape, **{what: cut for what, cut in cuts.items() if cut > 1}}

@@ -28,7 +28,7 @@ PAIRS = 7
 
 @dataclass(frozen=True)
 class Answer:
-    """What is asked, how many times the seconds of `python -c pass` it may take, and a word of what it prints."""
+    """A command, how many times the seconds of `python -c pass` it may take, and a word of what it prints."""
 
     name: str
     budget: float
@@ -76,11 +76,11 @@ def require_within(answer: Answer, series: Series) -> None:
 
 def rounds(answer: Answer, count: int) -> Series:
     """CPU seconds of so many processes of each, in turn."""
-    found: dict[str, list[float]] = {OURS: [], NOTHING: []}
+    seconds: dict[str, list[float]] = {OURS: [], NOTHING: []}
     for _ in range(count):
-        found[OURS].append(cpu_seconds(["-c", SCRIPT, *answer.arguments], answer.environment)[0])
-        found[NOTHING].append(cpu_seconds(["-c", "pass"])[0])
-    return found
+        seconds[OURS].append(cpu_seconds(["-c", SCRIPT, *answer.arguments], answer.environment)[0])
+        seconds[NOTHING].append(cpu_seconds(["-c", "pass"])[0])
+    return seconds
 
 
 def cpu_seconds(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[float, str]:

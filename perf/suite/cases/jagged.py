@@ -141,7 +141,7 @@ def _reference() -> Library:
 
 
 def _torch_functions() -> SimpleNamespace:
-    """What one writes in torch where there is a plain way, by the names and with the arguments of the ops."""
+    """The ops in plain torch, those that have a plain way, by the names and with the arguments of ours."""
 
     def offsets_range(offsets: Tensor, size: int) -> Tensor:
         lengths = torch.diff(offsets, append=offsets.new_full((1,), size))
@@ -360,8 +360,8 @@ def _same(operation: Operation, a: Any, b: Any, what: str) -> None:
     def on_host(result: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), contents(operation.read(result)))
 
-    found = difference(on_host(a), on_host(b), max(operation.tolerance, TOLERANCE))
-    assert not found, f"{operation.name}, {what}: {found}"
+    unlike = difference(on_host(a), on_host(b), max(operation.tolerance, TOLERANCE))
+    assert not unlike, f"{operation.name}, {what}: {unlike}"
 
 
 def _make(setting: Setting, operation: Operation) -> Ready:
@@ -384,11 +384,11 @@ def _make(setting: Setting, operation: Operation) -> Ready:
         if not operation.name.endswith("calibration_by_feature") and not operation.name.startswith("histogram"):
             some = moved_to(operation.make(OURS, CHECKED), setting.device)
             _same(operation, operation.call(OURS, some), operation.call(_reference(), some), "the reference")
-        mine = operation.call(OURS, states[0])
+        result = operation.call(OURS, states[0])
         if setting.device != "cpu":
-            _same(operation, mine, operation.call(OURS, moved_to(made, "cpu")), "the CPU")
+            _same(operation, result, operation.call(OURS, moved_to(made, "cpu")), "the CPU")
         for name, calls in peers.items():
-            _same(operation, mine, calls[0](), name)
+            _same(operation, result, calls[0](), name)
 
     moved, floor = _declared(operation.name, states[0], operation.call(OURS, states[0]))
     waits = operation.name.split(",")[0] in _WAITS

@@ -41,7 +41,7 @@ _CALLS = {operation.name: operation.call for operation in jagged_types.OPERATION
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a batch and two KeyedTensors are made of, on the device."""
+    """The tensors of a batch and of two KeyedTensors, on the device."""
 
     size: Size
     keys: list[str]
@@ -143,14 +143,14 @@ def _of_batch(setting: Setting, operation: Operation, size: Size) -> Ready:
     peers, trouble = peer_calls(setting, {"torchrec": lambda: calls(torchrec())})
 
     def check() -> None:
-        mine = run(ours(), inputs[0])
+        result = run(ours(), inputs[0])
         known = {prefix + key: (values, lengths) for key, values, _, lengths in pieces(size) for prefix in ("", "g")}
-        found = [(values.cpu(), lengths.cpu()) for values, lengths in _bags(mine)]
-        assert len(found) == len(operation.keys(inputs[0].keys)), f"{operation.name}: {len(found)} keys"
-        for key, (values, lengths) in zip(operation.keys(inputs[0].keys), found, strict=True):
+        bags = [(values.cpu(), lengths.cpu()) for values, lengths in _bags(result)]
+        assert len(bags) == len(operation.keys(inputs[0].keys)), f"{operation.name}: {len(bags)} keys"
+        for key, (values, lengths) in zip(operation.keys(inputs[0].keys), bags, strict=True):
             assert torch.equal(values, known[key][0]) and torch.equal(lengths, known[key][1]), key
         for name, others in peers.items():
-            unlike = difference(contents(mine), contents(others[0]()))
+            unlike = difference(contents(result), contents(others[0]()))
             assert not unlike, f"{operation.name}, {name}: {unlike}"
 
     return Ready(calls(ours()), check, peers=peers, graph=False, notes={"size": str(size), **trouble})
@@ -186,8 +186,8 @@ def _regroup(setting: Setting, name: str, size: Size, both_ways: bool = False) -
     )
 
     def check() -> None:
-        mine = contents(calls(ours())[0]())
-        listed = list(mine.values()) if isinstance(mine, dict) else mine
+        result = contents(calls(ours())[0]())
+        listed = list(result.values()) if isinstance(result, dict) else result
         # each column is copied, and a gradient is a copy or, of keys in one group, the gradient itself
         unlike = difference(listed, contents(plain(inputs[0])))
         assert not unlike, f"{name}: {unlike}"

@@ -111,12 +111,12 @@ def _pooled(setting: Setting, workload: Workload, pooling: str = "sum", weighted
         some = first_samples(first, CHECKED)
         args = (some.weights, some.indices, some.offsets, some.per_id_weights, some.features, some.dims)
         for batch, *others in zip(batches, *peers.values(), strict=True):
-            mine = batch.lookup()
+            pooled = batch.lookup()
             if batch is first:
-                assert_close(mine[:CHECKED], pooled_lookup_ref(*args), 1e-5, "the reference")
+                assert_close(pooled[:CHECKED], pooled_lookup_ref(*args), 1e-5, "the reference")
             for name, other in zip(peers, others, strict=True):
-                found: Any = other()
-                assert_close(mine, found.float(), tolerance, name)
+                peer_pooled: Any = other()
+                assert_close(pooled, peer_pooled.float(), tolerance, name)
 
     moved = mean([lookup_bytes(batch) for batch in batches])
     return Ready([b.lookup for b in batches], check, moved, FLOOR, peers, notes=notes | trouble)
@@ -146,13 +146,13 @@ def _sequence(setting: Setting, workload: Workload) -> Ready:
     peers, trouble = peer_calls(setting, {"fbgemm": theirs, "torch": of_torch})
 
     def check() -> None:
-        mine = rows_of(first)
+        rows = rows_of(first)
         args = (first.weights, first.indices, first.offsets, first.features, dim)
         # rows are copied: their bits
-        assert torch.equal(mine, sequence_lookup_ref(*args)), "the reference"
+        assert torch.equal(rows, sequence_lookup_ref(*args)), "the reference"
         for name, calls in peers.items():
-            found: Any = calls[0]()
-            assert torch.equal(mine, found), name
+            peer_rows: Any = calls[0]()
+            assert torch.equal(rows, peer_rows), name
 
     where = [(b.weights, b.indices, b.offsets, b.features) for b in batches]
     moved = mean([sequence_lookup_bytes(*args).bytes_moved for args in where])

@@ -30,7 +30,7 @@ _PIECE = 1_000_003
 
 @dataclass(frozen=True)
 class Setup:
-    """What every side is made from.
+    """The settings that every side is made from.
 
     Attributes:
         rule: of RULES, which runs in the backward; "" for tables that nothing trains.
@@ -124,8 +124,8 @@ def sides_of(setup: Setup, peers: Mapping[str, Callable[[Setup], Side]]) -> dict
     for name, make in peers.items():
         made[name] = make(setup)
         with torch.no_grad():
-            for mine, their in zip(made[OURS].tables, made[name].tables, strict=True):
-                their.copy_(mine)
+            for table, peer_table in zip(made[OURS].tables, made[name].tables, strict=True):
+                peer_table.copy_(table)
     return made
 
 
@@ -160,12 +160,12 @@ def keyed(setup: Setup, library: Any, module: Any) -> Callable[[Batch], Tensor]:
 
     def look_up(batch: Batch) -> Tensor:
         features = library.KeyedJaggedTensor(keys=keys, values=batch.ids, lengths=batch.lengths).to(device)
-        found = module(features)
+        output = module(features)
         if not setup.pooled:
-            return torch.cat([rows.values() for rows in found.values()])
+            return torch.cat([rows.values() for rows in output.values()])
         if setup.joined:
-            return torch.cat([part for part in found.to_dict().values()], dim=1)  # noqa: C416
-        values: Tensor = found.values()
+            return torch.cat([part for part in output.to_dict().values()], dim=1)  # noqa: C416
+        values: Tensor = output.values()
         return values
 
     return look_up
@@ -193,11 +193,11 @@ def torch_side(setup: Setup) -> Side:
     device = torch.device(setup.device)
 
     def look_up(batch: Batch) -> Tensor:
-        found = []
+        outputs = []
         for module, (ids, offsets) in zip(modules, batch.by_table, strict=True):
             bags = (offsets.to(device),) if setup.pooled else ()
-            found.append(module(ids.to(device), *bags))
-        return torch.cat(found, dim=1 if setup.pooled else 0)
+            outputs.append(module(ids.to(device), *bags))
+        return torch.cat(outputs, dim=1 if setup.pooled else 0)
 
     return Side(
         [p.data for p in parameters],
@@ -223,8 +223,8 @@ def fbgemm_side(setup: Setup) -> Side:
     device = torch.device(setup.device)
 
     def look_up(batch: Batch) -> Tensor:
-        found: Tensor = made(batch.ids.to(device), batch.offsets.to(device))
-        return found
+        output: Tensor = made(batch.ids.to(device), batch.offsets.to(device))
+        return output
 
     return Side(made.split_embedding_weights(), look_up, made=[made])
 
@@ -264,13 +264,13 @@ PEERS: Mapping[str, Callable[[Setup], Side]] = {
 
 def step_of(side: Side, batch: Batch, grad: Tensor | None) -> Tensor:
     """A training step and its output; without `grad` the loss is the sum of the output."""
-    found = side.look_up(batch)
+    output = side.look_up(batch)
     if grad is None:
-        found.sum().backward()  # type: ignore[no-untyped-call]
+        output.sum().backward()  # type: ignore[no-untyped-call]
     else:
-        torch.autograd.backward(found, grad)
+        torch.autograd.backward(output, grad)
     side.after()
-    return found.detach()
+    return output.detach()
 
 
 @torch.no_grad()
@@ -322,14 +322,14 @@ def assert_steps(setup: Setup, sides: Mapping[str, Side], batch: Batch, grad: Te
 @torch.no_grad()
 def expected_output(setup: Setup, tables: Sequence[Tensor], batch: Batch) -> Tensor:
     """The lookup in plain torch."""
-    found = []
+    outputs = []
     for table, (ids, offsets) in zip(tables, batch.by_table, strict=True):
         rows = table[ids.to(table.device)].float()
         if setup.pooled:
             bags = _bags(offsets).to(table.device)
             rows = rows.new_zeros(setup.workload.batch, rows.shape[1]).index_add_(0, bags, rows)
-        found.append(rows)
-    return torch.cat(found, dim=1 if setup.pooled else 0)
+        outputs.append(rows)
+    return torch.cat(outputs, dim=1 if setup.pooled else 0)
 
 
 @torch.no_grad()
@@ -337,22 +337,22 @@ def expected_rows(
     setup: Setup, tables: Sequence[Tensor], batch: Batch, grad: Tensor, touched: Sequence[Tensor]
 ) -> list[Tensor]:
     """The `touched` rows of each table after the first step of the rule."""
-    dim, found, start = setup.workload.dim, [], 0
+    dim, rows_after, start = setup.workload.dim, [], 0
     lr = RULES[setup.rule]["lr"]
     for t, (table, (ids, offsets), named) in enumerate(zip(tables, batch.by_table, touched, strict=True)):
         ids, named = ids.to(table.device), named.to(table.device)
         if setup.pooled:
             of_ids = grad[:, t * dim : (t + 1) * dim][_bags(offsets).to(table.device)]
         else:
-            of_ids = grad[start : start + ids.shape[0]]
+            of_ids = grad[start : start + ids.shape[0]]  # [ids of the table, dim]
             start += ids.shape[0]
-        of_rows = torch.zeros(named.shape[0], dim, device=table.device)
+        of_rows = torch.zeros(named.shape[0], dim, device=table.device)  # [touched rows, dim]
         of_rows.index_add_(0, torch.searchsorted(named, ids), of_ids)
         if setup.rule == "rowwise_adagrad":
             # the state begins at 0, and is the mean of the squares after one step
             of_rows /= of_rows.square().mean(1, keepdim=True).sqrt() + RULES[setup.rule]["eps"]
-        found.append(table[named].float() - lr * of_rows)
-    return found
+        rows_after.append(table[named].float() - lr * of_rows)
+    return rows_after
 
 
 def _bags(offsets: Tensor) -> Tensor:

@@ -65,7 +65,9 @@ BESIDE_FBGEMM = [
     equal(f"26 x 100k x {dim}, batch {batch}, {length} id{'s' * (length > 1)}", 26, 100_000, dim, batch, length)
     for dim, batch, length in product((64, 128), (2048, 8192), (1, 20))
 ]
-SINGLE_HOT = next(one for one in BESIDE_FBGEMM if (one.dim, one.batch, one.lengths[0]) == (128, 8192, 1))
+SINGLE_HOT = next(
+    workload for workload in BESIDE_FBGEMM if (workload.dim, workload.batch, workload.lengths[0]) == (128, 8192, 1)
+)
 SEQUENCE = equal("8 x 100k x 64, batch 512", 8, 100_000, 64, 512, 10)
 # so little for kernels that a step is what Python and torch's dispatch take
 ONE_SAMPLE = equal("one sample of 26 keys", 26, 1000, 4, 1, 1)
@@ -84,7 +86,7 @@ LookUp = Callable[[Batch], Tensor]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is special about a case.
+    """The properties that set a case apart.
 
     Attributes:
         setup: of the sides; its workload is cut to fit.
@@ -208,7 +210,7 @@ def make_quantized(setting: Setting, *, workload: Workload, batches: int = BATCH
     def call(who: str, n: int) -> Tensor:
         return sides[who](inputs[n])
 
-    moved = sum(_bytes(cut, one) for one in inputs) / len(inputs)
+    moved = sum(_bytes(cut, batch) for batch in inputs) / len(inputs)
     calls = {who: [partial(call, who, n) for n in range(len(inputs))] for who in sides}
     return Ready(
         calls=calls.pop(OURS), check=check, bytes_moved=moved, floor=QUANTIZED_FLOOR,
@@ -253,16 +255,16 @@ def _torchrec(setup: Setup, floats: Sequence[Tensor]) -> LookUp:
 
 
 def _torch(setup: Setup, floats: Sequence[Tensor]) -> LookUp:
-    """What torch.ao's quantized EmbeddingBag calls, a table at a time; scales are fp32."""
+    """The ops that torch.ao's quantized EmbeddingBag calls, a table at a time; scales are fp32."""
     ops: Any = torch.ops.quantized
     packed = [ops.embedding_bag_byte_prepack(table) for table in floats]
 
     def look_up(batch: Batch) -> Tensor:
-        found = [
+        pooled = [
             ops.embedding_bag_byte_rowwise_offsets(rows, ids, offsets, False, 0, False, None, None, True)
             for rows, (ids, offsets) in zip(packed, batch.by_table, strict=True)
         ]
-        return torch.cat(found, dim=1)
+        return torch.cat(pooled, dim=1)
 
     return look_up
 

@@ -52,14 +52,14 @@ def reason(operation: str) -> str:
     return next((why for pattern, why in DIFFERENT.items() if re.fullmatch(pattern, operation)), "")
 
 
-def unlike(operation: Operation, size: Size, mine: Library, their: Library | None) -> str:
-    """What is wrong with our result, beside another's if there is one; "" if nothing is."""
-    got = operation.result(mine, size)
+def unlike(operation: Operation, size: Size, own: Library, their: Library | None) -> str:
+    """The fault of our result, beside another's if there is one; "" if there is none."""
+    got = operation.result(own, size)
     if isinstance(got, Raised) and got.missing:
         return f"missing: {got}"
     want = got if their is None else operation.result(their, size)
     if isinstance(got, Raised) != isinstance(want, Raised):
-        who, raised = (mine, got) if isinstance(got, Raised) else (their, want)
+        who, raised = (own, got) if isinstance(got, Raised) else (their, want)
         return f"only {who.label if who else ''} raises {raised}"
     return f"raises {got}" if isinstance(got, Raised) else difference(got, want, operation.tolerance)
 
@@ -67,18 +67,18 @@ def unlike(operation: Operation, size: Size, mine: Library, their: Library | Non
 def make(setting: Setting, *, operation: Operation, size: Size) -> Ready:
     """One operation at one size."""
     size = SMALL if setting.small else size
-    mine, their = ours(), torchrec() if "torchrec" in setting.peers else None
-    found = unlike(operation, size, mine, their)
-    why = reason(operation.name) if found and not found.startswith("missing") else ""
+    own, their = ours(), torchrec() if "torchrec" in setting.peers else None
+    fault = unlike(operation, size, own, their)
+    why = reason(operation.name) if fault and not fault.startswith("missing") else ""
 
     def check() -> None:
-        assert not found or why, found
+        assert not fault or why, fault
 
     def calls(lib: Library) -> Sequence[Call]:
         return [Fresh(lambda: partial(operation.call, lib, operation.make(lib, size)))]
 
     peers = {} if their is None else {"torchrec": calls(their)}
-    return Ready(calls(mine), check, peers=peers, graph=False, notes={"different": why} if why else {})
+    return Ready(calls(own), check, peers=peers, graph=False, notes={"different": why} if why else {})
 
 
 OPERATIONS: dict[str, Sequence[Operation]] = {"types": jagged_types.OPERATIONS, "ops": jagged_ops.OPERATIONS}

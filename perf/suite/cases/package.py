@@ -45,19 +45,19 @@ def make_import(setting: Setting, *, statement: str) -> Ready:
     timed = {who: line for who, line in statements.items() if who == OURS or who in setting.peers}
 
     def check() -> None:
-        found = _run(["-c", f"{statement}\nimport shardwise\nprint(shardwise.__version__)"])
-        if found != shardwise.__version__:
-            raise AssertionError(f"a new process imports shardwise {found}, here it is {shardwise.__version__}")
+        version = _run(["-c", f"{statement}\nimport shardwise\nprint(shardwise.__version__)"])
+        if version != shardwise.__version__:
+            raise AssertionError(f"a new process imports shardwise {version}, here it is {shardwise.__version__}")
 
     return Ready(check=check, rounds=partial(_imports, timed), graph=False, notes=timed)
 
 
 def _imports(statements: Mapping[str, str], count: int) -> Series:
-    found: dict[str, list[float]] = {who: [] for who in statements}
+    seconds: dict[str, list[float]] = {who: [] for who in statements}
     for _ in range(count):
         for who, statement in statements.items():
-            found[who].append(import_seconds(statement))
-    return found
+            seconds[who].append(import_seconds(statement))
+    return seconds
 
 
 def import_seconds(statement: str) -> float:
@@ -105,7 +105,7 @@ def _can_build() -> bool:
 
 
 def _built_wheel(folder: Path) -> Path:
-    """What pip would build, without network and isolation; in a copy, because building leaves files behind."""
+    """The wheel that pip would build, without network and isolation; in a copy, because building leaves files."""
     tree = shutil.copytree(PACKAGE.parent, folder / "tree", symlinks=True, ignore=LEFT_BEHIND)
     _run(["-c", _BUILD, str(folder)], cwd=tree)
     (wheel,) = folder.glob("*.whl")
@@ -131,9 +131,11 @@ def check_wheel(wheel: Path) -> None:
 @cache
 def installed_files() -> Sequence[Path]:
     """Files of this shardwise that a wheel has, through the links of a checkout."""
-    found = [Path(folder) / name for folder, _, names in os.walk(PACKAGE, followlinks=True) for name in names]
+    files = [Path(folder) / name for folder, _, names in os.walk(PACKAGE, followlinks=True) for name in names]
     data = (PACKAGE / "kernels" / "tuned", PACKAGE / "migration")
-    packed = [one for one in found if one.suffix in (".py", ".typed") or (one.suffix == ".json" and one.parent in data)]
+    packed = [
+        path for path in files if path.suffix in (".py", ".typed") or (path.suffix == ".json" and path.parent in data)
+    ]
     return [path for path in packed if not path.relative_to(PACKAGE).as_posix().startswith(LEFT_OUT)]
 
 

@@ -50,7 +50,7 @@ def criteo() -> Problem:
 
 def like_production() -> Problem:
     """200 made-up tables."""
-    tables = [(one.num_embeddings, one.embedding_dim, one.features[0].pooling_factor) for one in generated(200)]
+    tables = [(table.num_embeddings, table.embedding_dim, table.features[0].pooling_factor) for table in generated(200)]
     return Problem(tables, 16, bearable=False)
 
 
@@ -111,16 +111,16 @@ def check(problem: Problem, plan: Any, who: str) -> None:
     if {*tables} != {f"t{t}" for t in range(len(problem.tables))}:
         raise AssertionError(f"{who} planned {sorted(tables)}")
     for t, (rows, dim, _) in enumerate(problem.tables):
-        one = tables[f"t{t}"]
-        if one.sharding_spec is None:
+        sharding = tables[f"t{t}"]
+        if sharding.sharding_spec is None:
             continue
-        shards = one.sharding_spec.shards
+        shards = sharding.sharding_spec.shards
         covered = sum(height * width for height, width in (shard.shard_sizes for shard in shards))
         places = Counter(tuple(shard.shard_offsets) for shard in shards if 0 not in shard.shard_sizes)
         if covered != rows * dim or max(places.values()) > 1:
             raise AssertionError(f"{who}: shards of table t{t} cover {covered} of {rows * dim} elements: {places}")
-        if not {*one.ranks} <= {*range(problem.ranks)}:
-            raise AssertionError(f"{who}: table t{t} is on ranks {one.ranks} of {problem.ranks}")
+        if not {*sharding.ranks} <= {*range(problem.ranks)}:
+            raise AssertionError(f"{who}: table t{t} is on ranks {sharding.ranks} of {problem.ranks}")
 
 
 def make(setting: Setting, *, problem: Callable[[], Problem]) -> Ready:

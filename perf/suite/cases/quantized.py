@@ -101,7 +101,7 @@ class Stored:
         return quantize_rows(values, self.format, self.layout.scale_dtype)
 
     def values(self, planes: tuple[Tensor, Tensor], dim: int) -> tuple[Tensor, Tensor]:
-        """What our op and theirs make of the same quantized rows."""
+        """The values that our op and theirs make of the same quantized rows."""
         fused = fuse_rows(*planes, dim=dim, format=self.format, layout=self.layout)
         return dequantize_rows(*planes, dim, self.format), self.dequantize(fused)
 
@@ -178,12 +178,12 @@ def _batches(setting: Setting, workload: Workload, format: str) -> tuple[list[Ba
         features.append(Feature(base, count, dim, first))
         first += count
     packed = pack_features(features, device, boundary=TABLE_BOUNDARY)
-    found = []
+    batches = []
     for seed in range(INPUTS):
         ids, lengths = draw(workload, seed, device)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        found.append(Batch(format, payload, scales.flatten(), ids, offsets, None, packed, [dim] * len(rows)))
-    return found, planes, dict(workload.notes)
+        batches.append(Batch(format, payload, scales.flatten(), ids, offsets, None, packed, [dim] * len(rows)))
+    return batches, planes, dict(workload.notes)
 
 
 def _fbgemm(batches: Sequence[Batch], planes: Planes, mode: str) -> Sequence[Call]:
@@ -235,12 +235,12 @@ def _lookup(setting: Setting, workload: Workload, format: str, *, sequence: bool
         some = replace(first, indices=first.indices[kept], offsets=offsets)
         # products and sums are rounded one by one: the reference's bits
         if sequence:
-            mine = first.sequence()
-            assert torch.equal(mine[kept], some.sequence(quantized_sequence_lookup_ref)), "the reference"
+            rows_or_pooled = first.sequence()
+            assert torch.equal(rows_or_pooled[kept], some.sequence(quantized_sequence_lookup_ref)), "the reference"
         else:
-            mine = first.pooled()
-            assert torch.equal(mine[:CHECKED], some.pooled(quantized_pooled_lookup_ref)), "the reference"
-        assert_peers(mine, peers, _TOLERANCE)
+            rows_or_pooled = first.pooled()
+            assert torch.equal(rows_or_pooled[:CHECKED], some.pooled(quantized_pooled_lookup_ref)), "the reference"
+        assert_peers(rows_or_pooled, peers, _TOLERANCE)
 
     where = [(ROW_FORMATS[format], b.scales, b.indices, b.offsets) for b in batches]
     moved = mean([
@@ -260,10 +260,10 @@ def _numbers(setting: Setting) -> tuple[list[Tensor], int, int]:
 
 def _ops_of(format: str) -> Any:
     fbgemm()
-    found = next((how for how in stored() if how.format == format), None)
-    if found is None:
+    ops = next((how for how in stored() if how.format == format), None)
+    if ops is None:
         raise NotImplementedError(f"FBGEMM does not quantize to {format} as we do")
-    return found
+    return ops
 
 
 def _prepack(format: str, way: str, device: str) -> Any:
@@ -281,9 +281,9 @@ def _quantize(setting: Setting, format: str) -> Ready:
     })  # fmt: skip
 
     def check() -> None:
-        mine, want = quantize_rows(inputs[0], format), quantize_rows_ref(inputs[0].cpu(), format)
-        assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, want, strict=True)), "the reference"
-        values = dequantize_rows(*mine, dim, format)
+        planes, want = quantize_rows(inputs[0], format), quantize_rows_ref(inputs[0].cpu(), format)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(planes, want, strict=True)), "the reference"
+        values = dequantize_rows(*planes, dim, format)
         for name, calls in peers.items():
             fused: Any = calls[0]()
             back = _ops_of(format).dequantize if name == "fbgemm" else _prepack(format, "unpack", setting.device)
@@ -310,11 +310,11 @@ def _dequantize(setting: Setting, format: str) -> Ready:
     }) if kind.levels else ({}, {})  # fmt: skip
 
     def check() -> None:
-        mine = dequantize_rows(*planes[0], dim, format)
+        numbers = dequantize_rows(*planes[0], dim, format)
         payload, scales = planes[0]
         want = dequantize_rows_ref(payload.cpu(), scales.cpu(), dim, format)
-        assert torch.equal(mine.cpu(), want), "the reference"
-        assert_peers(mine, peers, 1e-5)
+        assert torch.equal(numbers.cpu(), want), "the reference"
+        assert_peers(numbers, peers, 1e-5)
 
     moved = rows * (4 * dim + kind.bytes_moved(dim, planes[0][1].dtype))
     calls = [partial(dequantize_rows, *both, dim, format) for both in planes]
@@ -349,13 +349,13 @@ def _pooled_bytes(setting: Setting, back: bool) -> Ready:
         want = torch.cat([payload, scales.view(torch.uint8)], 1)
         if back:
             want = dequantize_rows_ref(payload, scales, dim, "int8")
-        mine: Any = calls[0]()
-        assert torch.equal(mine.cpu().view(want.shape), want), "the reference"
+        output: Any = calls[0]()
+        assert torch.equal(output.cpu().view(want.shape), want), "the reference"
         for name, others in peers.items():
-            found: Any = others[0]()
+            peer_output: Any = others[0]()
             # numbers of 8 bits may be one apart
             tolerance = 1e-5 if back else 1.01 / 255
-            assert_close(mine[:, :dim].float(), found.view(batch, -1)[:, :dim].float(), tolerance, name)
+            assert_close(output[:, :dim].float(), peer_output.view(batch, -1)[:, :dim].float(), tolerance, name)
 
     return Ready(
         calls, check, len(dims) * batch * (4 * dim + dim + SCALES),

@@ -89,12 +89,12 @@ class Ranks:
         self._ends: list[Connection] = []
         self._processes = []
         for rank in range(RANKS):
-            mine, other = context.Pipe()
+            own_end, rank_end = context.Pipe()
             store = str(Path(self._folder.name) / "store")
-            process = context.Process(target=_serve, args=(other, rank, store, asked), daemon=True)
+            process = context.Process(target=_serve, args=(rank_end, rank, store, asked), daemon=True)
             process.start()
-            other.close()
-            self._ends.append(mine)
+            rank_end.close()
+            self._ends.append(own_end)
             self._processes.append(process)
         self._answers(seconds)
 
@@ -106,8 +106,10 @@ class Ranks:
 
     def rounds(self, count: int, *, seconds_each: float = 20.0) -> Series:
         """Seconds of each of so many steps of each side; a step takes as long as its slowest rank."""
-        found = self._ask(("rounds", count), 60.0 + seconds_each * count)
-        return {who: [max(rank[who][n] for rank in found) for n in range(count)] for who in found[0]}
+        seconds_of_ranks = self._ask(("rounds", count), 60.0 + seconds_each * count)
+        return {
+            who: [max(rank[who][n] for rank in seconds_of_ranks) for n in range(count)] for who in seconds_of_ranks[0]
+        }
 
     def close(self) -> None:
         """End the processes."""
@@ -132,23 +134,23 @@ class Ranks:
         return self._answers(seconds)
 
     def _answers(self, seconds: float) -> list[Any]:
-        """What each rank answers; if one does not, all are ended."""
-        found: dict[int, Any] = {}
+        """The answer of each rank; if one gives none, all are ended."""
+        answers: dict[int, Any] = {}
         deadline = time.monotonic() + seconds
         try:
-            while len(found) < RANKS:
-                waiting = {end: rank for rank, end in enumerate(self._ends) if rank not in found}
+            while len(answers) < RANKS:
+                waiting = {end: rank for rank, end in enumerate(self._ends) if rank not in answers}
                 ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
                 if not ready:
                     raise RankError(f"ranks {sorted(waiting.values())} of {RANKS} did not answer in {seconds:.0f} s")
                 for end in ready:
                     assert isinstance(end, Connection)
                     rank = waiting[end]
-                    found[rank] = self._answer(rank, end)
+                    answers[rank] = self._answer(rank, end)
         except BaseException:
             self.close()
             raise
-        return [found[rank] for rank in range(RANKS)]
+        return [answers[rank] for rank in range(RANKS)]
 
     def _answer(self, rank: int, end: Connection) -> Any:
         try:
@@ -183,22 +185,22 @@ def _serve(end: Connection, rank: int, store: str, asked: Asked) -> None:
 
 
 def _timed(steppers: Sequence[Stepper], count: int) -> dict[str, list[float]]:
-    found = turns(steppers, count, warm_up=1)
-    names = {one.side.label: name for one, name in zip(steppers, (OURS, "torchrec"), strict=False)}
-    return {names[side]: [clock for clock, _ in taken] for side, taken in found.items()}
+    taken_of = turns(steppers, count, warm_up=1)
+    names = {stepper.side.label: name for stepper, name in zip(steppers, (OURS, "torchrec"), strict=False)}
+    return {names[side]: [clock for clock, _ in taken] for side, taken in taken_of.items()}
 
 
 def _checked(steppers: Sequence[Stepper], asked: Asked) -> str:
-    """What is wrong, or "": outputs of the first batch, and weights after a step of a smaller collection."""
+    """The first fault, or "": in outputs of the first batch, or weights after a step of a smaller collection."""
     rank = dist.get_rank()
     try:
         ids, lengths = batch_of(asked.shape, rank, 0)
         expected = _looked_up(asked.shape, [weights_of(asked.shape, t) for t in range(asked.shape.T)], ids, lengths)
-        for one in steppers:
-            found = _by_name(one.side, one.model, asked.shape, ids, lengths).detach()
-            assert_close(found, expected, TOLERANCE, f"rank {rank}: output of {one.side.label}")
-        for one in steppers:
-            _check_step(one.side, asked.strategy, rank)
+        for stepper in steppers:
+            output = _by_name(stepper.side, stepper.model, asked.shape, ids, lengths).detach()
+            assert_close(output, expected, TOLERANCE, f"rank {rank}: output of {stepper.side.label}")
+        for stepper in steppers:
+            _check_step(stepper.side, asked.strategy, rank)
     except AssertionError as error:
         return str(error)
     return ""
@@ -217,15 +219,15 @@ def _check_step(side: Library, strategy: str, rank: int) -> None:
             bags = torch.repeat_interleave(torch.arange(FEW.B), rows[1])
             table.index_add_(0, rows[0], grad[:, t * FEW.D : (t + 1) * FEW.D][bags], alpha=-LR / RANKS)
     ids, lengths = batch_of(FEW, rank, 1, vary=True)
-    found = _by_name(side, model, FEW, ids, lengths).detach()
+    output = _by_name(side, model, FEW, ids, lengths).detach()
     expected = _looked_up(FEW, tables, ids, lengths)
-    assert_close(found, expected, TOLERANCE, f"rank {rank}: output of {side.label} after a step")
+    assert_close(output, expected, TOLERANCE, f"rank {rank}: output of {side.label} after a step")
 
 
 def _by_name(side: Library, model: nn.Module, shape: Shape, ids: Tensor, lengths: Tensor) -> Tensor:
     """A lookup, columns in the order of the keys: TorchRec's output has the tables of rank 0 first."""
-    found: Any = model(side.KeyedJaggedTensor(keys=keys_of(shape), values=ids, lengths=lengths))
-    return torch.cat([found[key] for key in keys_of(shape)], dim=1)
+    pooled: Any = model(side.KeyedJaggedTensor(keys=keys_of(shape), values=ids, lengths=lengths))
+    return torch.cat([pooled[key] for key in keys_of(shape)], dim=1)
 
 
 def _of_tables(shape: Shape, ids: Tensor, lengths: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -236,11 +238,11 @@ def _of_tables(shape: Shape, ids: Tensor, lengths: Tensor) -> list[tuple[Tensor,
 
 def _looked_up(shape: Shape, tables: Sequence[Tensor], ids: Tensor, lengths: Tensor) -> Tensor:
     """The lookup in plain torch."""
-    found = []
+    pooled = []
     for table, (rows, sizes) in zip(tables, _of_tables(shape, ids, lengths), strict=True):
         bags = torch.repeat_interleave(torch.arange(shape.B), sizes)
-        found.append(torch.zeros(shape.B, shape.D).index_add_(0, bags, table[rows]))
-    return torch.cat(found, dim=1)
+        pooled.append(torch.zeros(shape.B, shape.D).index_add_(0, bags, table[rows]))
+    return torch.cat(pooled, dim=1)
 
 
 def make(setting: Setting, *, strategy: str) -> Ready:

@@ -86,16 +86,16 @@ def plan_of(side: Library, collection: Any, shape: Shape, strategy: str, world: 
     for t in range(first, first + shape.T):
         kind = MIXED[t % len(MIXED)] if strategy == "mixed" else strategy
         if kind == "table_wise":
-            one = side.table_wise(rank=t % world)
+            generator = side.table_wise(rank=t % world)
         elif kind == "row_wise":
-            one = side.row_wise()
+            generator = side.row_wise()
         elif kind == "data_parallel":
-            one = side.data_parallel()
+            generator = side.data_parallel()
         elif kind in ("column_wise", "table_column_wise"):
-            one = side.column_wise(ranks=[t % world, (t + 1) % world])
+            generator = side.column_wise(ranks=[t % world, (t + 1) % world])
         else:
             raise ValueError(f"no table is sharded {strategy!r}")
-        made[f"t{t - first}"] = one
+        made[f"t{t - first}"] = generator
     plan = side.construct_module_sharding_plan(
         collection, made, sharder, local_size=world, world_size=world, device_type="cpu"
     )
@@ -153,8 +153,8 @@ class Model(nn.Module):
     def forward(self, dense: Tensor, features: Any) -> Tensor:
         # by name: TorchRec's output has the tables of rank 0 first
         pooled = self.sparse(features)
-        found: Tensor = self.head(torch.cat([dense, *(pooled[key] for key in list(features.keys()))], dim=1))
-        return found.squeeze(1)
+        logits: Tensor = self.head(torch.cat([dense, *(pooled[key] for key in list(features.keys()))], dim=1))
+        return logits.squeeze(1)
 
 
 def losses(side: Library, shape: Shape, strategy: str, optimizer: str, steps: int, lr: float = 0.05) -> list[float]:
@@ -187,7 +187,7 @@ def model_of(
 
 def train(side: Library, shape: Shape, model: nn.Module, optimizer: Any, steps: Sequence[int]) -> list[float]:
     """This rank's loss in each of these steps."""
-    found, rank = [], dist.get_rank()
+    losses, rank = [], dist.get_rank()
     for step in steps:
         ids, lengths = batch_of(shape, rank, step, vary=True)
         generator = torch.Generator().manual_seed(7000 + 10 * step + rank)
@@ -198,13 +198,13 @@ def train(side: Library, shape: Shape, model: nn.Module, optimizer: Any, steps: 
         loss = nn.functional.binary_cross_entropy_with_logits(model(inputs, features), labels)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        found.append(float(loss))
-    return found
+        losses.append(float(loss))
+    return losses
 
 
-def worst_difference(mine: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
+def worst_difference(losses: Sequence[Sequence[float]], other_losses: Sequence[Sequence[float]]) -> float:
     """Largest difference between the losses of all ranks and steps."""
-    return max(abs(a - b) for x, y in zip(mine, other, strict=True) for a, b in zip(x, y, strict=True))
+    return max(abs(a - b) for x, y in zip(losses, other_losses, strict=True) for a, b in zip(x, y, strict=True))
 
 
 class Stepper:
@@ -232,10 +232,10 @@ class Stepper:
 
 def turns(steppers: Sequence[Stepper], count: int, warm_up: int = 3) -> dict[str, list[tuple[float, float]]]:
     """Seconds (clock, CPU) of each side in each of `count` turns, in which every side has a step, in changing order."""
-    found: dict[str, list[tuple[float, float]]] = {one.side.label: [] for one in steppers}
+    seconds_of: dict[str, list[tuple[float, float]]] = {stepper.side.label: [] for stepper in steppers}
     for turn in range(count + warm_up):
-        for one in steppers if turn % 2 else reversed(steppers):
-            seconds = one.step(turn)
+        for stepper in steppers if turn % 2 else reversed(steppers):
+            seconds = stepper.step(turn)
             if turn >= warm_up:
-                found[one.side.label].append(seconds)
-    return found
+                seconds_of[stepper.side.label].append(seconds)
+    return seconds_of

@@ -64,7 +64,7 @@ _APART = 1e-3
 
 
 def _start(rule: str) -> float:
-    """What states begin with: Adagrad's sums not with 0, by whose root the first step would divide."""
+    """The initial value of states: of Adagrad's sums not 0, by whose root the first step would divide."""
     return 0.1 if RULES[rule].accumulator else 0.0
 
 
@@ -75,9 +75,9 @@ def _assert_same_rows(
     rows, table = distinct_rows(batch), batch.weights.view(-1, batch.dims[0])
     before = table[rows]
     ours()
-    mine = table[rows]
+    updated = table[rows]
     table[rows] = before
-    assert not torch.equal(mine, before), "no row was updated"
+    assert not torch.equal(updated, before), "no row was updated"
     for name in list(peers):
         try:
             peers[name][0]()
@@ -85,19 +85,19 @@ def _assert_same_rows(
             notes[f"no {name}"] = str(error)[:200]
             del peers[name]
         else:
-            assert_close(mine, table[rows], tolerance, name)
+            assert_close(updated, table[rows], tolerance, name)
         table[rows] = before
 
 
 def _assert_reference(batch: Batch, rule: str, tolerance: float) -> None:
     """Ours and the reference agree on the bags of the first samples, over a copy of their rows."""
     samples = max(1, CHECKED_IDS * batch.grad.shape[0] // max(batch.ids, 1))
-    mine = compacted(first_samples(batch, samples))
-    theirs = replace(mine, weights=mine.weights.clone())
-    ours, reference = (optimizer(rule, one, lr=LR, start=_start(rule)) for one in (mine, theirs))
-    ours.update(mine)
-    reference.update(theirs, by=fused_update_ref)
-    assert_close(mine.weights, theirs.weights, tolerance, f"the reference of {rule}")
+    own = compacted(first_samples(batch, samples))
+    copy = replace(own, weights=own.weights.clone())
+    ours, reference = (optimizer(rule, batch_of_side, lr=LR, start=_start(rule)) for batch_of_side in (own, copy))
+    ours.update(own)
+    reference.update(copy, by=fused_update_ref)
+    assert_close(own.weights, copy.weights, tolerance, f"the reference of {rule}")
     for got, want in zip(ours.states, reference.states, strict=True):
         assert_close(got, want, 1e-5, f"a state of the reference of {rule}")
 

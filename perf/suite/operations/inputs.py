@@ -27,7 +27,7 @@ Make = Callable[[Any, Size], Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """What a KeyedJaggedTensor is made of."""
+    """The parts of a KeyedJaggedTensor."""
 
     keys: list[str]
     values: Tensor

@@ -124,7 +124,7 @@ def _segments(size: Size, flat: bool, weighted: bool) -> list[Any]:
 
 
 def _buckets(words: str) -> Iterator[Operation]:
-    """What is asked for is in the words."""
+    """Operations of a bucketize op; the words of its name say which arguments it gets."""
     weighted, positions, sequence, variable = (
         word in words for word in ("weighted", "positions", "sequence", "variable")
     )

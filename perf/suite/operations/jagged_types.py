@@ -181,7 +181,7 @@ def _module(first: bool) -> Make:
 def _backward(lib: Any, s: Any) -> Any:
     kts, wanted = s
     out = lib.KeyedTensor.regroup(kts, wanted)
-    return torch.autograd.grad(out, [one.values() for one in kts], [each.detach() for each in out])
+    return torch.autograd.grad(out, [kt.values() for kt in kts], [each.detach() for each in out])
 
 
 def _values(made: Any) -> list[Any]:

@@ -61,7 +61,7 @@ class Operation:
     raises: bool = False
 
     def result(self, lib: Any, size: Size) -> Any:
-        """What the library gives, read out, or Raised."""
+        """The library's result, read out, or Raised."""
         try:
             return contents(self.read(self.call(lib, self.make(lib, size))))
         except Exception as error:
@@ -113,7 +113,7 @@ def difference(ours: Any, theirs: Any, tolerance: float = 0.0, where: str = "") 
         both = isinstance(ours, Raised) and isinstance(theirs, Raised)
         return "" if both else f"{at}ours {_short(ours)}, theirs {_short(theirs)}"
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
-        return "" if (found := _unlike(ours, theirs, tolerance)) == "" else f"{at}{found}"
+        return "" if (unlike := _unlike(ours, theirs, tolerance)) == "" else f"{at}{unlike}"
     if isinstance(ours, dict) and isinstance(theirs, dict) and list(ours) == list(theirs):
         inside = (difference(ours[key], theirs[key], tolerance, f"{where}[{key}]") for key in ours)
         return next(filter(None, inside), "")
