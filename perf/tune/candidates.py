@@ -1,4 +1,4 @@
-"""What the tuner may try in place of the heuristics of tiles: lists of configs.
+"""Candidates of the tuner in place of the heuristics of tiles: lists of configs.
 
 A tile's candidates differ from the heuristic's in rows, columns and warps of a program; a thread holds as many elements
 or twice as many, and of rows that become fp32 and are summed as many or half of them. An update's candidates differ in
@@ -49,16 +49,16 @@ def candidates(kernel: str, dtype: str, dim: int) -> list[Config]:
     if kernel.startswith("update "):
         chunks = [2**n for n in range(5) if _fits(dim, 2**n) and 2**n != rows]
         return [*({"chunks": n} for n in chunks), *({"programs": n} for n in PROGRAMS)]
-    found: list[Config] = []
+    tiles: list[Config] = []
     crowded = kernel == "quantized_pooled_lookup" or (kernel == "pooled_lookup" and DTYPES[dtype].itemsize == 2)
     for by_rows, by_columns, by_warps in (*_SCALES, *(_HALVED if crowded else _DOUBLED)):
         tile = rows * by_rows, columns * by_columns, warps * by_warps
         config: Config = {"rows": int(tile[0]), "columns": int(tile[1]), "warps": int(tile[2])}
-        whole = all(one >= 1 and one == int(one) for one in tile)
+        whole = all(side >= 1 and side == int(side) for side in tile)
         # more rows make one warp pass ids around through shared memory; wider blocks than the row are idle
-        if whole and config["rows"] <= 32 and config["columns"] <= dim and config["warps"] <= 8 and config not in found:
-            found.append(config)
-    return found
+        if whole and config["rows"] <= 32 and config["columns"] <= dim and config["warps"] <= 8 and config not in tiles:
+            tiles.append(config)
+    return tiles
 
 
 def _fits(dim: int, chunks: int) -> bool:

@@ -47,7 +47,7 @@ class OutOfTimeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a job: `config` is {} where the heuristic stays; `dropped` says what was wrong with candidates.
+    """The outcome of a job: `config` is {} where the heuristic stays; `dropped` says what was wrong with candidates.
 
     Times are nan where the job failed as a whole, which `dropped` says too.
     """
@@ -118,25 +118,25 @@ def same_results(
     return kept, dropped
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(first: Tensor, second: Tensor) -> bool:
     """Equal in every bit, NaN and the sign of zero included."""
-    return bool(torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)))
+    return bool(torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)))
 
 
 def _ready(kernel: str, tried: Sequence[Config], calls: Sequence[Call], device: str) -> list[Sequence[Call]]:
     """The calls under each config as graphs with it in them; under all of them as they are where one has no graph."""
-    found: list[Sequence[Call]] = []
+    graphs: list[Sequence[Call]] = []
     for config in tried if device == "cuda" else ():
         with configs.forced({kernel: config}):
             for call in calls:
                 call()
             try:
-                found.append(graphs_of(calls))
+                graphs.append(graphs_of(calls))
             # an op that waits for the GPU cannot be captured
             except Exception:
                 torch.cuda.synchronize()
                 break
-    return found if len(found) == len(tried) else [calls] * len(tried)
+    return graphs if len(graphs) == len(tried) else [calls] * len(tried)
 
 
 def _stop_after(deadline: float) -> None:
@@ -175,15 +175,15 @@ class File:
 
     def has(self, kind: str, key: dict[str, Any]) -> bool:
         """Whether an entry with all of this is there."""
-        return any(_fits(one, key) for one in self.content[kind])
+        return any(_fits(entry, key) for entry in self.content[kind])
 
     def value(self, key: dict[str, Any]) -> int:
         """The value of a setting that the file has."""
-        return next(int(one["value"]) for one in self.content["cpu"] if _fits(one, key))
+        return next(int(entry["value"]) for entry in self.content["cpu"] if _fits(entry, key))
 
     def put(self, kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
         """Write an entry, in place of one of the same key."""
-        others = [one for one in self.content[kind] if not _fits(one, key)]
+        others = [entry for entry in self.content[kind] if not _fits(entry, key)]
         self.content[kind] = [*others, {**key, **value}]
         lines = json.dumps({**self.content, "entries": [], "cpu": []}, indent=1).splitlines()
         text = "\n".join(_with_lists(lines, self.content)) + "\n"
@@ -205,7 +205,7 @@ def _with_lists(lines: Sequence[str], content: dict[str, Any]) -> Iterator[str]:
         name = line.strip().split('"')[1] if '"' in line else ""
         if name in ("entries", "cpu") and content[name]:
             yield f' "{name}": ['
-            yield ",\n".join(f"  {json.dumps(one)}" for one in content[name])
+            yield ",\n".join(f"  {json.dumps(entry)}" for entry in content[name])
             yield " ]," if line.endswith(",") else " ]"
         else:
             yield line
@@ -238,7 +238,7 @@ def tune_all(
         if file is not None and not again and file.has("entries", key_of(job)):
             continue
         try:
-            found = tune(job, device, repeats=repeats, rounds=rounds, deadline=deadline)
+            outcome = tune(job, device, repeats=repeats, rounds=rounds, deadline=deadline)
         except OutOfTimeError:
             return
         # the next may do, and what was found stays
@@ -246,7 +246,7 @@ def tune_all(
             yield Found(str(job.key), {}, math.nan, math.nan, (f"{job}: not tuned: {in_a_line(error)}",))
             continue
         if file is not None:
-            us = {"default": round(found.default_us, 2), "best": round(found.best_us, 2)}
-            file.put("entries", key_of(job), {"config": dict(found.config), "us": us})
-        yield found
+            us = {"default": round(outcome.default_us, 2), "best": round(outcome.best_us, 2)}
+            file.put("entries", key_of(job), {"config": dict(outcome.config), "us": us})
+        yield outcome
     tell(len(jobs), "")

@@ -53,25 +53,27 @@ class Shape:
 
 def workloads_of(dims: Sequence[int], lengths: Sequence[int], *, small: bool) -> list[Workload]:
     """Eight tables of 100,000 rows, 1,024 samples, for each dim and length."""
-    found = [equal(f"D={d} L={n}", 8, 100_000, d, 1024, n) for d in dims for n in lengths]
-    return [tiny(one) for one in found] if small else found
+    workloads = [equal(f"D={d} L={n}", 8, 100_000, d, 1024, n) for d in dims for n in lengths]
+    return [tiny(workload) for workload in workloads] if small else workloads
 
 
 def shapes_of(workloads: Sequence[Workload], dtypes: Sequence[str]) -> list[Shape]:
     """A lookup with the check of its ids, and a rowwise Adagrad step, for each workload and float dtype."""
-    found = []
+    shapes = []
     # all of them are held at once, their gradients and a copy beside them
-    for workload in (fitted(one, MEMORY // max(len(workloads), 1)) for one in workloads):
+    for workload in (fitted(each, MEMORY // max(len(workloads), 1)) for each in workloads):
         for dtype in (name for name in dtypes if name in FLOATS):
             # one workload's tables would throw another's out of the caches anyway
             batches = batches_of(workload, FLOATS[dtype], "cpu")
             checks = batches_of(checked(workload), FLOATS[dtype], "cpu")
             names = f"{workload.name} {dtype}"
-            found.append(Shape(f"lookup {names}", [partial(_look_up, b) for b in batches], partial(_looked_up, checks)))
+            shapes.append(
+                Shape(f"lookup {names}", [partial(_look_up, b) for b in batches], partial(_looked_up, checks))
+            )
             state = optimizer("rowwise_adagrad", batches[0])
             updates = [partial(state.update, batch) for batch in batches]
-            found.append(Shape(f"update {names}", updates, partial(_updated, [*checks, batches[0]])))
-    return found
+            shapes.append(Shape(f"update {names}", updates, partial(_updated, [*checks, batches[0]])))
+    return shapes
 
 
 def _look_up(batch: Batch) -> Tensor:
@@ -86,24 +88,24 @@ def _looked_up(batches: Sequence[Batch]) -> list[Tensor]:
 
 def _updated(batches: Sequence[Batch]) -> list[Tensor]:
     """Tables and states after a step from the same start for each batch."""
-    found = []
+    tensors = []
     for batch in batches:
-        mine = replace(batch, weights=batch.weights.clone())
-        state = optimizer("rowwise_adagrad", mine)
-        state.update(mine)
-        found += [mine.weights, *state.states]
-    return found
+        copy = replace(batch, weights=batch.weights.clone())
+        state = optimizer("rowwise_adagrad", copy)
+        state.update(copy)
+        tensors += [copy.weights, *state.states]
+    return tensors
 
 
 def settings_of(shapes: Sequence[Shape]) -> dict[str, tuple[int, list[Shape]]]:
     """Settings that the shapes look up here: the heuristic's value, and which shapes they are."""
-    found: dict[str, tuple[int, list[Shape]]] = {}
+    settings: dict[str, tuple[int, list[Shape]]] = {}
     for shape in shapes:
         with configs.asked() as asked:
             shape.calls[0]()
         for setting, value in asked.items():
-            found.setdefault(setting, (value, []))[1].append(shape)
-    return found
+            settings.setdefault(setting, (value, []))[1].append(shape)
+    return settings
 
 
 def values_of(setting: str, heuristic: int) -> list[int]:
@@ -194,11 +196,11 @@ def tune_all(
             best[setting] = file.value(key)
             continue
         try:
-            found, best[setting] = tune(setting, heuristic, concerned, best, turns=turns, deadline=deadline)
+            outcome, best[setting] = tune(setting, heuristic, concerned, best, turns=turns, deadline=deadline)
         except OutOfTimeError:
             return
         if file is not None:
-            us = {"default": round(found.default_us, 2), "best": round(found.best_us, 2)}
+            us = {"default": round(outcome.default_us, 2), "best": round(outcome.best_us, 2)}
             file.put("cpu", key, {"value": best[setting], "us": us})
-        yield found
+        yield outcome
     tell(len(chosen), "")

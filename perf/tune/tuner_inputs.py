@@ -1,4 +1,4 @@
-"""What the tuner times: a kernel's op on batches of a workload, over tables of its own that nothing else uses.
+"""Inputs that the tuner times: a kernel's op on batches of a workload, over tables of its own that nothing else uses.
 
 Letters as in the kernels: D columns, L ids a bag; a `Job` is one entry of a file of tuned configs to be.
 """
@@ -70,8 +70,8 @@ class Inputs:
 def workloads_of(dims: Sequence[int], lengths: Sequence[int], *, small: bool) -> list[Workload]:
     """Eight tables of a million rows, 8,192 samples, for each dim and length."""
     # of a class only whole vectors are tuned
-    found = [equal(f"D={d} L={n}", 8, 1 << 20, next_power_of_2(d), 8192, n) for d in dims for n in lengths]
-    return [tiny(one) for one in found] if small else found
+    workloads = [equal(f"D={d} L={n}", 8, 1 << 20, next_power_of_2(d), 8192, n) for d in dims for n in lengths]
+    return [tiny(workload) for workload in workloads] if small else workloads
 
 
 def jobs_of(workloads: Sequence[Workload], dtypes: Sequence[str], *, together: bool = False) -> list[Job]:
@@ -80,7 +80,7 @@ def jobs_of(workloads: Sequence[Workload], dtypes: Sequence[str], *, together: b
     Workloads that are looked up `together`, tables of several dims in one call, share the mean length of all bags.
     """
     every = [length for workload in workloads for length in workload.lengths]
-    found: dict[Key, Job] = {}
+    jobs: dict[Key, Job] = {}
     ordered = sorted(KERNELS, key=lambda kernel: kernel != "pooled_lookup" and not kernel.startswith("update "))
     for kernel in ordered:
         for dtype in dtypes:
@@ -89,8 +89,8 @@ def jobs_of(workloads: Sequence[Workload], dtypes: Sequence[str], *, together: b
             # where the length does not count, the most ids decide
             for workload in sorted(workloads, key=_mean_length, reverse=kernel.split()[0] in WITHOUT_LENGTH):
                 key = _key(kernel, dtype, workload, every if together else workload.lengths)
-                found.setdefault(key, Job(key, workload))
-    return list(found.values())
+                jobs.setdefault(key, Job(key, workload))
+    return list(jobs.values())
 
 
 def _mean_length(workload: Workload) -> float:
@@ -131,13 +131,13 @@ def read_workload(path: Path, batch: int, *, small: bool) -> list[Workload]:
     for number, table in enumerate(tables):
         count, columns, length = (_number(number, table, *field) for field in _FIELDS)
         classes.setdefault(next_power_of_2(int(columns)), []).append((int(count), length))
-    found = []
+    workloads = []
     for dim, members in sorted(classes.items()):
         lengths = tuple(mean for _, mean in members)
         rows = tuple(count for count, _ in members)
         fixed = all(mean == round(mean) for mean in lengths)
-        found.append(Workload(f"{path.stem} D={dim}", rows, dim, batch, lengths, fixed=fixed))
-    return [tiny(one) for one in found] if small else found
+        workloads.append(Workload(f"{path.stem} D={dim}", rows, dim, batch, lengths, fixed=fixed))
+    return [tiny(workload) for workload in workloads] if small else workloads
 
 
 # fields of a table in a workload file, and what they are where they are not given
@@ -145,10 +145,10 @@ _FIELDS = (("num_embeddings", None), ("embedding_dim", None), ("pooling_factor",
 
 
 def _number(place: int, table: Any, name: str, default: float | None) -> float:
-    found = table.get(name, default) if isinstance(table, dict) else None
-    if not isinstance(found, (int, float)) or isinstance(found, bool) or found <= 0:
-        raise ValueError(f"table {place}: {name} must be a positive number, got {found!r}")
-    return found
+    value = table.get(name, default) if isinstance(table, dict) else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"table {place}: {name} must be a positive number, got {value!r}")
+    return value
 
 
 def longest(workload: Workload) -> int:
@@ -197,10 +197,10 @@ def _update(rule: str, batches: list[Batch]) -> Inputs:
     state = optimizer(rule, batches[0])
 
     def result() -> list[Tensor]:
-        mine = replace(batches[0], weights=batches[0].weights.clone())
-        fresh = optimizer(rule, mine)
-        fresh.update(mine)
-        return [mine.weights, *fresh.states]
+        copy = replace(batches[0], weights=batches[0].weights.clone())
+        fresh = optimizer(rule, copy)
+        fresh.update(copy)
+        return [copy.weights, *fresh.states]
 
     return Inputs([partial(state.update, batch) for batch in batches], result)
 
