@@ -1,4 +1,4 @@
-"""What every launch asks of the compiler: cases noted from the launches themselves, on small CPU tensors.
+"""Cases for the compiler, of every launch: noted from the launches themselves, on small CPU tensors.
 
 The ops run with their kernels replaced by a note of the arguments, so a case holds what Triton would see at that
 launch: argument types, which of them are multiples of 16 or the constant 1, constexprs and warps. Nothing is compiled.
@@ -200,18 +200,20 @@ def step(
 
 def cases() -> list[Case]:
     """Every kernel at the configurations that launches choose, each once."""
-    found: list[Case] = []
+    all_cases: list[Case] = []
     for run, label, rows in _launches():
         for case in launches(run, label, rows):
             # functions of rules and kernels compare by identity
-            if not any(case.kernel is old.kernel and case == replace(old, name=case.name) for old in found):
-                found.append(case)
-    small = [case for case in found if case.name.split(" ", 1)[1].endswith(("D=3 fp32", "D=128 fp32", "D=128 fp16"))]
-    return found + [replace(case, name=f"{case.name} small", small=True) for case in small]
+            if not any(case.kernel is old.kernel and case == replace(old, name=case.name) for old in all_cases):
+                all_cases.append(case)
+    small = [
+        case for case in all_cases if case.name.split(" ", 1)[1].endswith(("D=3 fp32", "D=128 fp32", "D=128 fp16"))
+    ]
+    return all_cases + [replace(case, name=f"{case.name} small", small=True) for case in small]
 
 
 def launches(run: Callable[[], object], label: str, rows: str = "") -> list[Case]:
-    """What `run` launches, the last launch of each kernel: tables beside the one that is meant come before it."""
+    """Cases of what `run` launches, the last launch of each kernel: tables beside the one meant come before it."""
     with _noted() as noted:
         run()
     # the index of an update is made without a look at rows
@@ -368,9 +370,9 @@ def _case(name: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]
         if parameter.is_constexpr or (type(value) is int and value == 1 and not parameter.do_not_specialize):
             constants[parameter.name] = value
         elif isinstance(value, tuple):
-            types[parameter.name] = tuple(_type(one) for one in value)
+            types[parameter.name] = tuple(_type(part) for part in value)
             # what a decorator says of an argument is not said of the parts of a tuple (triton 3.6.0 to 3.9.0)
-            aligned += [(parameter.name, i) for i, one in enumerate(value) if _is_aligned(one)]
+            aligned += [(parameter.name, i) for i, part in enumerate(value) if _is_aligned(part)]
         else:
             types[parameter.name] = _type(value)
             specialized = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)

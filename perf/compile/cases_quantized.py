@@ -1,4 +1,4 @@
-"""What the launches of the ops on quantized rows ask of the compiler; cases.py reads `MODULES` and `launches`."""
+"""Cases for the compiler: the launches of the ops on quantized rows; cases.py reads `MODULES` and `launches`."""
 
 from __future__ import annotations
 

@@ -37,18 +37,18 @@ def fingerprints(cases: Sequence[Case]) -> dict[str, str]:
         constants = {name: _plain(value, sources) for name, value in case.constants.items()}
         targets = {target: promised(case, target) for target in TARGETS if has_case(target, case)}
         lines[group(case)].append(repr([asked, constants, targets, _source(case.kernel, sources)]))
-    return {name: _digest("\n".join(sorted(found))) for name, found in sorted(lines.items())}
+    return {name: _digest("\n".join(sorted(described))) for name, described in sorted(lines.items())}
 
 
 def group(case: Case) -> str:
-    """What a line of the table is for: a kernel, or an update with its rule."""
+    """The name of a case's line of the table: of its kernel, or of an update with its rule."""
     return " ".join(case.name.split()[: 2 if case.kernel_name == "update" else 1])
 
 
 def changed(cases: Sequence[Case], table: Mapping[str, Mapping[str, str]], version: str) -> list[Case]:
     """Cases of kernels that are not as the whole check passed them on this version of Triton."""
     known = table.get(version, {})
-    differing = {name for name, found in fingerprints(cases).items() if known.get(name) != found}
+    differing = {name for name, fingerprint in fingerprints(cases).items() if known.get(name) != fingerprint}
     return [case for case in cases if group(case) in differing]
 
 
@@ -61,13 +61,13 @@ def read_table(path: Path = TABLE) -> dict[str, dict[str, str]]:
     if not path.exists():
         return {}
     try:
-        found: Any = json.loads(path.read_text())
+        content: Any = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} {_NO_TABLE} ({error}); {_MENDED}") from None
-    tables = found.values() if isinstance(found, dict) else [None]
-    if not all(isinstance(one, dict) and all(isinstance(known, str) for known in one.values()) for one in tables):
+    tables = content.values() if isinstance(content, dict) else [None]
+    if not all(isinstance(table, dict) and all(isinstance(known, str) for known in table.values()) for table in tables):
         raise ValueError(f"{path} {_NO_TABLE}; {_MENDED}")
-    return dict(found)
+    return dict(content)
 
 
 def record(passed: Mapping[str, str], version: str, path: Path = TABLE) -> None:

@@ -1,4 +1,4 @@
-"""What the kernels promise of their compiled form, and which of these promises a compiled case breaks.
+"""Promises of the kernels' compiled form, and which of them a compiled case breaks.
 
 Nothing spills. Rows move by as many bytes at a time as their alignment and the tile allow, 16 at most. A lookup waits
 at no barrier, or at one after its loop where its output cannot be stored as its rows are held. Only the checks have
@@ -117,13 +117,13 @@ def broken_promises(reports: Sequence[tuple[Case, str, Report | str]]) -> list[t
         if case.rows:
             other, promised = order.setdefault((case.rows, target), (case.name, report.row_sums))
             if report.row_sums != promised:
-                found = f"adds up columns as {_listed(report.row_sums)}"
-                broken.append((case, target, f"{found}, promised {_listed(promised)} as {other!r} does"))
+                summed = f"adds up columns as {_listed(report.row_sums)}"
+                broken.append((case, target, f"{summed}, promised {_listed(promised)} as {other!r} does"))
     return broken
 
 
 class Bounds(NamedTuple):
-    """What a case promises on a target beside that it spills nothing; None: any number."""
+    """Bounds that a case promises on a target beside that it spills nothing; None: any number."""
 
     registers: int
     barriers: int | None
@@ -173,7 +173,7 @@ def _broken_alone(case: Case, target: str, report: Report) -> Iterator[str]:
 
 
 def _slow(bounds: Bounds, report: Report) -> Iterator[str]:
-    """What makes a warp wait for memory longer, or ask it for more, than it must."""
+    """Faults that make a warp wait for memory longer, or ask it for more, than it must."""
     if bounds.waits is not None and report.waits > bounds.waits:
         yield f"waits {report.waits} latencies in an iteration, promised at most {bounds.waits}"
     if bounds.long_waits is not None and report.long_waits > bounds.long_waits:

@@ -67,7 +67,7 @@ _BYTES = {"byte": 1, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dword
 
 @dataclass(frozen=True)
 class Report:
-    """What a compiled kernel needs and does.
+    """A report on a compiled kernel: what it needs and does.
 
     `registers` of a thread, `spills` in bytes (on AMD in registers and bytes of scratch), `shared_bytes`, `barriers`
     among the warps of a program, accesses to global memory as (what, bytes of a thread): how many instructions,
@@ -131,13 +131,13 @@ def compile_case(case: Case, target: str) -> Report:
 
 
 def _pointers(case: Case) -> list[tuple[Any, ...]]:
-    found: list[tuple[Any, ...]] = []
+    pointers: list[tuple[Any, ...]] = []
     for name, kind in case.types.items():
         if isinstance(kind, tuple):
-            found += [(name, i) for i, one in enumerate(kind) if one[0] == "*"]
+            pointers += [(name, i) for i, part in enumerate(kind) if part[0] == "*"]
         elif kind[0] == "*":
-            found.append((name,))
-    return found
+            pointers.append((name,))
+    return pointers
 
 
 def _read_cubin(compiled: Any) -> Report:
@@ -146,8 +146,8 @@ def _read_cubin(compiled: Any) -> Report:
         file.flush()
         usage = _run("cuobjdump", "-res-usage", file.name)
         sass = _run("nvdisasm", "-c", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
+    used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert used, usage
     ops = re.findall(r"\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)", sass)
     accesses: Counter[tuple[str, int]] = Counter()
     for op in ops:
@@ -157,7 +157,7 @@ def _read_cubin(compiled: Any) -> Report:
     atomics = tuple(op for op in ops if re.match(r"ATOM|RED(?!UX)", op))
     loop = waits(sass)
     return Report(
-        int(found[1]), int(found[2]), compiled.metadata.shared, sum(op.startswith("BAR.") for op in ops),
+        int(used[1]), int(used[2]), compiled.metadata.shared, sum(op.startswith("BAR.") for op in ops),
         dict(accesses), atomics, _row_sums(compiled), loop.latencies, loop.long, loop.gathers_first,
         sector_shares(compiled.asm["ttgir"], compiled.asm["ptx"]),
     )  # fmt: skip
@@ -167,9 +167,9 @@ def _read_amdgcn(compiled: Any) -> Report:
     text = compiled.asm["amdgcn"]
 
     def number(key: str) -> int:
-        found = re.search(rf"\.{key}:\s+(\d+)", text)
-        assert found, key
-        return int(found[1])
+        match = re.search(rf"\.{key}:\s+(\d+)", text)
+        assert match, key
+        return int(match[1])
 
     accesses: Counter[tuple[str, int]] = Counter()
     for what, width in re.findall(
@@ -193,14 +193,14 @@ def _row_sums(compiled: Any) -> tuple[str, ...]:
     """The layout along the columns of each operand that is added up over its columns, from the compiler's own IR."""
     text = compiled.asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<\{.*\}>)", text, re.M))
-    found = []
+    layouts_of_sums = []
     for axis, shape, layout in re.findall(
         r'"tt\.reduce"\([^)]*\) <\{axis = (\d)[^}]*\}>.*?\}\) : \(tensor<([\dx]+)x\w+, (#\w+)>', text, re.S
     ):
         if axis == "1":
             dealt = re.findall(r"(?:sizePerThread|threadsPerWarp|warpsPerCTA) = \[\d+, (\d+)\]", layouts[layout])
-            found.append(f"{shape.split('x')[1]} by {' x '.join(dealt) or layouts[layout]}")
-    return tuple(found)
+            layouts_of_sums.append(f"{shape.split('x')[1]} by {' x '.join(dealt) or layouts[layout]}")
+    return tuple(layouts_of_sums)
 
 
 def compile_all(tasks: Sequence[tuple[Case, str]], jobs: int) -> Iterator[tuple[int, Report | str]]:
@@ -225,12 +225,12 @@ def compile_all(tasks: Sequence[tuple[Case, str]], jobs: int) -> Iterator[tuple[
             assert isinstance(pipe, Connection)
             worker, index = busy.pop(pipe)
             try:
-                found = pipe.recv()
+                report = pipe.recv()
             except EOFError:
-                found = worker.last_words()
+                report = worker.last_words()
                 worker = _Worker(tasks)
             give(worker)
-            yield index, found
+            yield index, report
 
 
 class _Worker:
@@ -261,8 +261,8 @@ def _work(tasks: Sequence[tuple[Case, str]], pipe: Connection, printed: int) -> 
             pipe.send(compile_case(*tasks[index]))
         except Exception as error:
             # passes print what they found and raise that they failed; in Python the cause says more than the place
-            said = _first_error(_content(printed)) or _first_error(str(error.__cause__ or error)) or "no message"
-            pipe.send(f"the compiler failed: {type(error).__name__}: {said}")
+            message = _first_error(_content(printed)) or _first_error(str(error.__cause__ or error)) or "no message"
+            pipe.send(f"the compiler failed: {type(error).__name__}: {message}")
 
 
 def _content(file: int) -> str:

@@ -202,13 +202,13 @@ class _Recorder:
 
 def _tensors(arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Tensor arguments by name; those of a tuple by name and place."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in arguments.items():
         if isinstance(value, Tensor):
-            found[name] = value
+            tensors[name] = value
         elif isinstance(value, tuple):
-            found |= _tensors({f"{name}[{i}]": part for i, part in enumerate(value)})
-    return found
+            tensors |= _tensors({f"{name}[{i}]": part for i, part in enumerate(value)})
+    return tensors
 
 
 def _numbers(count: int, order: int | Sequence[int] | None) -> Sequence[int]:
@@ -237,14 +237,16 @@ def races(launch: Launch) -> list[Race]:
     Where more than two programs meet at a byte only two of them are named. Atomics do not race each other. A store that
     writes an address twice leaves open which value stays: a race of a program with itself.
     """
-    found = []
+    all_races = []
     for access in launch.accesses:
         places, times = np.unique(access.addresses, return_counts=True)
         if access.kind == "write" and (times > 1).any():
             own = launch.programs[access.program]
-            found.append(Race(launch.kernel, launch.place(int(places[times > 1][0])), ("write", "write"), (own, own)))
+            all_races.append(
+                Race(launch.kernel, launch.place(int(places[times > 1][0])), ("write", "write"), (own, own))
+            )
     touched: dict[Kind, tuple[Bytes, Bytes]] = {kind: _bytes(launch, kind) for kind in ("read", "write", "atomic")}
-    places = np.unique(np.concatenate([addresses for addresses, _ in touched.values()]))
+    places = np.unique(np.concatenate([addresses for addresses, _ in touched.values()]))  # [bytes touched]
     lowest: dict[Kind, Bytes] = {}
     highest: dict[Kind, Bytes] = {}
     for kind, (addresses, programs) in touched.items():
@@ -252,23 +254,27 @@ def races(launch: Launch) -> list[Race]:
         lowest[kind], highest[kind] = np.full(len(places), len(launch.programs)), np.full(len(places), -1)
         np.minimum.at(lowest[kind], at, programs)
         np.maximum.at(highest[kind], at, programs)
-    for one, other in _CLASHES:
-        both = (highest[one] >= 0) & (highest[other] >= 0)
+    for first_kind, second_kind in _CLASHES:
+        both = (highest[first_kind] >= 0) & (highest[second_kind] >= 0)
         # one program alone touches the byte if the lowest and the highest of both kinds are the same
-        crossed = lowest[one] != highest[other]
-        clash = np.flatnonzero(both & (crossed | (highest[one] != lowest[other])))
-        pairs = np.where(crossed, (lowest[one], highest[other]), (highest[one], lowest[other]))[:, clash]
+        crossed = lowest[first_kind] != highest[second_kind]
+        clash = np.flatnonzero(both & (crossed | (highest[first_kind] != lowest[second_kind])))
+        pairs = np.where(
+            crossed, (lowest[first_kind], highest[second_kind]), (highest[first_kind], lowest[second_kind])
+        )[:, clash]
         for i in sorted(np.unique(pairs, axis=1, return_index=True)[1].tolist()):
             first, second = (launch.programs[p] for p in pairs[:, i].tolist())
-            found.append(Race(launch.kernel, launch.place(int(places[clash[i]])), (one, other), (first, second)))
-    return found
+            all_races.append(
+                Race(launch.kernel, launch.place(int(places[clash[i]])), (first_kind, second_kind), (first, second))
+            )
+    return all_races
 
 
 def _bytes(launch: Launch, kind: Kind) -> tuple[Bytes, Bytes]:
     """Address and program of each byte that the launch accessed in this way."""
-    found = [access for access in launch.accesses if access.kind == kind]
-    addresses = [(a.addresses[:, None] + np.arange(a.itemsize)).ravel() for a in found]
-    programs = [np.full(a.addresses.size * a.itemsize, a.program) for a in found]
+    accesses = [access for access in launch.accesses if access.kind == kind]
+    addresses = [(a.addresses[:, None] + np.arange(a.itemsize)).ravel() for a in accesses]  # of [elements * itemsize]
+    programs = [np.full(a.addresses.size * a.itemsize, a.program) for a in accesses]
     return np.concatenate([np.empty(0, np.int64), *addresses]), np.concatenate([np.empty(0, np.int64), *programs])
 
 

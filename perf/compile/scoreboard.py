@@ -45,7 +45,7 @@ Register = tuple[str, int]
 
 @dataclass(frozen=True)
 class Waits:
-    """What one warp alone waits for in one pass of a kernel's longest loop.
+    """The waits of one warp alone in one pass of a kernel's longest loop.
 
     `latencies`: the time in which it waits for loads, in LATENCY. `long`: how many times it waits for a load that
     misses the first level and was issued after the wait before, where no inner loop is gone through. `gathers_first`:
@@ -74,7 +74,7 @@ class Instruction(NamedTuple):
 
 @dataclass
 class _Line:
-    """What a load or a prefetch brings: where it was asked for, when it is there, and after how many long waits."""
+    """A line that a load or a prefetch brings: where it was asked for, when it is there, after how many long waits."""
 
     terms: Terms
     offset: int
@@ -154,10 +154,10 @@ def _instruction(text: str) -> Instruction:
 
 def _results(op: str, operands: Sequence[str]) -> int:
     """How many operands an operation writes: predicates before or behind its register, or these alone."""
-    before = next((i for i, one in enumerate(operands) if not re.fullmatch(r"U?P[T\d]", one)), len(operands))
+    before = next((i for i, operand in enumerate(operands) if not re.fullmatch(r"U?P[T\d]", operand)), len(operands))
     if op.startswith(_PREDICATES_ONLY):
         return min(2, before)
-    behind = (i for i, one in enumerate(operands) if i > before and not re.fullmatch(r"U?P\d", one))
+    behind = (i for i, operand in enumerate(operands) if i > before and not re.fullmatch(r"U?P\d", operand))
     return next(behind, before + 1)
 
 
@@ -170,8 +170,8 @@ def _registers(operand: str) -> Iterator[Register]:
 
 def _width(op: str) -> int:
     """Registers of a result."""
-    if found := re.search(r"\.(64|128|256)\b", op):
-        return int(found[1]) // 32
+    if match := re.search(r"\.(64|128|256)\b", op):
+        return int(match[1]) // 32
     return 2 if "WIDE" in op or op.startswith(("CS2R", "DADD", "DMUL", "DFMA")) or op.startswith("F2F.F64") else 1
 
 
@@ -182,15 +182,15 @@ def _parts(sources: Sequence[str]) -> Iterator[Register | str]:
         elif re.fullmatch(r"-?0x[0-9a-f]+", operand):
             yield operand
         else:
-            yield from (one for one in _registers(operand) if one[0] in ("R", "UR"))
+            yield from (register for register in _registers(operand) if register[0] in ("R", "UR"))
 
 
 def _loops(instructions: Sequence[Instruction], labels: dict[str, int]) -> list[tuple[int, int]]:
     """First and last instructions; a branch back over the end of the kernel is code that was put behind it."""
-    ends = [i for i, one in enumerate(instructions) if one.text.split(".")[0] in ("EXIT", "RET")]
+    ends = [i for i, instruction in enumerate(instructions) if instruction.text.split(".")[0] in ("EXIT", "RET")]
     loops = []
-    for i, one in enumerate(instructions):
-        if one.op.startswith("BRA") and (label := re.search(r"\.L_x_\d+", one.text)):
+    for i, instruction in enumerate(instructions):
+        if instruction.op.startswith("BRA") and (label := re.search(r"\.L_x_\d+", instruction.text)):
             begin = labels.get(label[0], i)
             if begin < i and not any(begin <= end < i for end in ends):
                 loops.append((begin, i))
@@ -201,14 +201,14 @@ def _counters(body: Sequence[Instruction]) -> dict[int, Register]:
     """Where in a loop a register that goes on from turn to turn is stepped: it is read before it is written."""
     read: set[Register] = set()
     written: set[Register] = set()
-    found = {}
-    for place, one in enumerate(body):
-        read.update(one.reads)
-        for register in one.writes:
-            if register in read and register in one.reads and register not in written:
-                found[place] = register
-        written.update(one.writes)
-    return found
+    counters = {}
+    for place, instruction in enumerate(body):
+        read.update(instruction.reads)
+        for register in instruction.writes:
+            if register in read and register in instruction.reads and register not in written:
+                counters[place] = register
+        written.update(instruction.writes)
+    return counters
 
 
 def _pass(body: Sequence[Instruction], machine: _Machine, counters: Mapping[int, Register]) -> Waits:
@@ -217,25 +217,25 @@ def _pass(body: Sequence[Instruction], machine: _Machine, counters: Mapping[int,
     issued: list[tuple[int, int]] = []  # place and number of each load
     used: dict[int, int] = {}  # load -> place of the first instruction that reads what it brought
     waited, before, stops = 0, machine.long, []
-    for place, one in enumerate(body):
-        touched = (*one.reads, *one.writes)
+    for place, instruction in enumerate(body):
+        touched = (*instruction.reads, *instruction.writes)
         needed = max((machine.ready.get(register, 0) for register in touched), default=0)
         stall = max(0, needed - machine.time)
         late = [machine.loaded[r] for r in touched if r in machine.loaded and machine.ready[r] == needed]
         waited += stall if late else 0
         if stall > _STALL:
-            stops.append((stall, one.text))
+            stops.append((stall, instruction.text))
             # of loads that were on their way together only the first is waited for
             machine.long += any(epoch == machine.long for _, epoch in late)
         machine.time = max(machine.time, needed)
-        for register in one.reads:
+        for register in instruction.reads:
             if register in machine.loaded:
                 used.setdefault(machine.loaded[register][0], place)
         stepped = machine.terms.get(counters[place], frozenset()) if place in counters else None
-        _issue(one, place, machine, lines, issued)
+        _issue(instruction, place, machine, lines, issued)
         if stepped is not None:
             machine.terms[counters[place]] = _next_turn(stepped)
-        machine.time += 1 + (_BARRIER if one.op.startswith("BAR") else 0)
+        machine.time += 1 + (_BARRIER if instruction.op.startswith("BAR") else 0)
     depths = [machine.depth[load] for _, load in issued]
     first: bool | None = None
     if depths and max(depths) > min(depths):
@@ -244,57 +244,61 @@ def _pass(body: Sequence[Instruction], machine: _Machine, counters: Mapping[int,
     return Waits(round(waited / LATENCY, 2), machine.long - before, first, tuple(stops))
 
 
-def _issue(one: Instruction, place: int, machine: _Machine, lines: list[_Line], issued: list[tuple[int, int]]) -> None:
+def _issue(
+    instruction: Instruction, place: int, machine: _Machine, lines: list[_Line], issued: list[tuple[int, int]]
+) -> None:
     """Note when what the instruction writes is there, and what it is made of."""
-    if not one.address:
-        cycles = next((n for op, n in _CYCLES.items() if one.op.startswith(op)), _USUAL)
-        machine.terms.update(dict.fromkeys(one.writes, _made(one, machine.terms)))
-        for register in one.writes:
+    if not instruction.address:
+        cycles = next((n for op, n in _CYCLES.items() if instruction.op.startswith(op)), _USUAL)
+        machine.terms.update(dict.fromkeys(instruction.writes, _made(instruction, machine.terms)))
+        for register in instruction.writes:
             machine.ready[register] = machine.time + cycles
             machine.loaded.pop(register, None)
         return
-    terms = frozenset[tuple[object, ...]]().union(*(machine.terms.get(part, ()) for part in one.address))
-    line = _line(one, terms, machine, lines)
-    if one.writes:
+    terms = frozenset[tuple[object, ...]]().union(*(machine.terms.get(part, ()) for part in instruction.address))
+    line = _line(instruction, terms, machine, lines)
+    if instruction.writes:
         number = len(machine.depth)
         loads = [load for kind, load in _leaves(terms) if kind == "l" and isinstance(load, int)]
         machine.depth.append(1 + max((machine.depth[load] for load in loads), default=0))
         issued.append((place, number))
         # the same address again gives the same value
-        origin = line.load if not line.prefetched and (line.terms, line.offset) == (terms, one.offset) else number
-        machine.terms.update(dict.fromkeys(one.writes, frozenset({("l", origin)})))
+        origin = (
+            line.load if not line.prefetched and (line.terms, line.offset) == (terms, instruction.offset) else number
+        )
+        machine.terms.update(dict.fromkeys(instruction.writes, frozenset({("l", origin)})))
         there = max(line.ready, machine.time + (L2_HIT if line.prefetched else HIT))
         # a line that is there already makes no long wait
         epoch = line.epoch if line.ready > machine.time else -1
-        for register in one.writes:
+        for register in instruction.writes:
             machine.ready[register], machine.loaded[register] = there, (number, epoch)
 
 
-def _line(one: Instruction, terms: Terms, machine: _Machine, lines: list[_Line]) -> _Line:
+def _line(instruction: Instruction, terms: Terms, machine: _Machine, lines: list[_Line]) -> _Line:
     """The line that holds the address: one of this pass, or one that is asked for now."""
     for line in lines:
         if line.prefetched and _leaves(line.terms) == _leaves(terms):
             return line
-        if not line.prefetched and line.terms == terms and abs(line.offset - one.offset) < _LINE:
+        if not line.prefetched and line.terms == terms and abs(line.offset - instruction.offset) < _LINE:
             return line
     ready, load = machine.time + LATENCY, len(machine.depth)
-    lines.append(_Line(terms, one.offset, ready, machine.long, load, prefetched=not one.writes))
+    lines.append(_Line(terms, instruction.offset, ready, machine.long, load, prefetched=not instruction.writes))
     return lines[-1]
 
 
-def _made(one: Instruction, terms: dict[Register, Terms]) -> Terms:
-    """What the result of an instruction is made of."""
+def _made(instruction: Instruction, terms: dict[Register, Terms]) -> Terms:
+    """The terms that the result of an instruction is made of."""
     of: set[tuple[object, ...]] = set()
     numbers = []
-    for part in one.made_of:
+    for part in instruction.made_of:
         if not isinstance(part, str):
             of |= terms.get(part, frozenset())
         elif part[0] == "c":
             of.add(("c", part[1:]))
         else:
             numbers.append(part)
-    if numbers and not one.op.startswith(_COPIES):
-        op = ".".join(one.op.split(".")[:2])
+    if numbers and not instruction.op.startswith(_COPIES):
+        op = ".".join(instruction.op.split(".")[:2])
         of = {term if term[0] == "turn" else (op, tuple(numbers), term) for term in of}
     return frozenset(of)
 
@@ -307,10 +311,10 @@ def _next_turn(terms: Terms) -> Terms:
 
 def _leaves(terms: Terms) -> Terms:
     """The arguments and loads alone."""
-    found: set[tuple[object, ...]] = set()
+    leaves: set[tuple[object, ...]] = set()
     for term in terms:
         leaf: Any = term
         while leaf[0] not in ("c", "l", "turn"):
             leaf = leaf[2]
-        found.add(leaf)
-    return frozenset(found)
+        leaves.add(leaf)
+    return frozenset(leaves)

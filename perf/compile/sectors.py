@@ -92,32 +92,32 @@ def _step(op: str, rest: str, operands: list[str], steps: Mapping[str, int | Non
 def _places(ttgir: str) -> dict[str, Place]:
     """Where in the source each of the IR's numbered locations is, of an inlined function in that."""
     texts = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttgir, re.M))
-    found = {}
+    places = {}
     for name in texts:
         text = texts[name]
         for _ in range(16):
             if place := re.match(r'"([^"]+)":(\d+):(\d+)', text):
-                found[name] = (place[1], int(place[2]), int(place[3]))
+                places[name] = (place[1], int(place[2]), int(place[3]))
                 break
             if not (inner := re.search(r"#loc\d*", text)):
                 break
             text = texts.get(inner[0], "")
-    return found
+    return places
 
 
 def _widths(ptx: str) -> dict[tuple[str, Place, bool], int]:
-    """What is moved, where, and whether in words of 8 bytes, which a loop over tensors mixes with narrower ones.
+    """Widths of accesses by kind, place and whether in words of 8 bytes, which a loop over tensors mixes with others.
 
     The value: the fewest bytes of a thread at once.
     """
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, re.M))
     place: Place | None = None
-    found: dict[tuple[str, Place, bool], int] = {}
+    widths: dict[tuple[str, Place, bool], int] = {}
     for line in ptx.splitlines():
         if at := re.match(r"\s*\.loc\s+(\d+) (\d+) (\d+)", line):
             place = (files.get(at[1], ""), int(at[2]), int(at[3]))
         elif (access := re.search(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[busf](\d+)\b", line)) and place:
             key = ("load" if access[1] == "ld" else "store", place, access[3] == "64")
             width = int(access[2] or 1) * int(access[3]) // 8
-            found[key] = min(width, found.get(key, width))
-    return found
+            widths[key] = min(width, widths.get(key, width))
+    return widths

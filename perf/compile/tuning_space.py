@@ -1,4 +1,4 @@
-"""What the tuner may try, and what files of it say, as cases for the compiler: the launches that show them."""
+"""The tuner's space, and what files of it say, as cases for the compiler: the launches that show them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .cases import Batch, Case
 
 
 def cases_of(key: Key, config: Config) -> list[Case]:
-    """What launches with this config ask of the compiler."""
+    """Cases of the launches with this config."""
     run = partial(_run_forced, _launch_of(key.kernel, key.dtype, key.dim), key.kernel, config)
     words = " ".join(f"{name}={value}" for name, value in config.items())
     rows = f"{key.kernel.split()[-1]} D={key.dim} {key.dtype}" if key.kernel.startswith("update ") else ""
     label = f"{key.kernel.removeprefix('update ')} " if rows else ""
     label += f"D={key.dim} {key.dtype} tuned {words}"
-    found = launched.launches(run, label, rows)
-    return [case for case in found if case.kernel_name == key.kernel.split()[0]]
+    cases = launched.launches(run, label, rows)
+    return [case for case in cases if case.kernel_name == key.kernel.split()[0]]
 
 
 def tuned_cases() -> Iterator[Case]:
