@@ -1,4 +1,4 @@
-"""What PTX's arithmetic computes: an opcode as a function of numpy arrays, one element a thread.
+"""PTX's arithmetic: an opcode as a function of numpy arrays, one element a thread.
 
 `operation("fma.rn.f32")` gives the function with the types of its operands. Rounding is that of the PTX ISA: once for
 `fma`, once for each operation of 16 bits, flushed where `.ftz` says so. Instructions that the ISA leaves approximate
@@ -24,7 +24,7 @@ _WIDER = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
 
 @lru_cache(None)
 def operation(opcode: str, operands: int = 3) -> Operation | None:
-    """What `opcode` computes with this many operands, or None where it is no arithmetic.
+    """The function of `opcode` with this many operands, or None where it is no arithmetic.
 
     Raises ValueError for a variant of an arithmetic opcode that is not supported.
     """

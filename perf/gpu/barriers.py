@@ -1,4 +1,4 @@
-"""What a barrier orders that nothing else does, and whether any of it has to be ordered.
+"""Redundant barriers: what a barrier orders that nothing else does, and whether any of it has to be ordered.
 
 Two accesses to shared memory need a barrier between them where two threads touch one piece and one of them writes; in
 global memory two warps. A compiler places barriers by buffers, not by pieces: some lie between accesses of which each
@@ -67,7 +67,7 @@ class Around:
         """Threads come to an access; the last barrier began the `time`."""
         self._begin(time)
         if self.before and not self.passed.isdisjoint(threads.tolist()):
-            self.ordered.update((one, place) for one in self.before)
+            self.ordered.update((earlier, place) for earlier in self.before)
         self.since.add(place)
 
     def go_by(self, time: int, threads: Array) -> None:
@@ -99,12 +99,12 @@ class Around:
 
     def end_launch(self) -> None:
         """Keep of a launch which pairs met."""
-        for one, other in self.pairs:
-            if one in self.owners and other in self.owners:
-                if any(self._meet(one, other, memory) for memory in self.owners[one]):
-                    self.meeting.add((one, other))
-                elif (one, other) in self.ordered or {one, other} <= self.fixed:
-                    self.apart.add((one, other))
+        for first, second in self.pairs:
+            if first in self.owners and second in self.owners:
+                if any(self._meet(first, second, memory) for memory in self.owners[first]):
+                    self.meeting.add((first, second))
+                elif (first, second) in self.ordered or {first, second} <= self.fixed:
+                    self.apart.add((first, second))
         self.owners.clear()
         self.ordered.clear()
         self._begin(-1)
@@ -114,10 +114,10 @@ class Around:
         self.apart |= other.apart
         self.meeting |= other.meeting
 
-    def _meet(self, one: int, other: int, memory: int) -> bool:
-        if memory not in self.owners[other]:
+    def _meet(self, first: int, second: int, memory: int) -> bool:
+        if memory not in self.owners[second]:
             return False
-        a, b = self.owners[one][memory], self.owners[other][memory]
+        a, b = self.owners[first][memory], self.owners[second][memory]
         both = (a != _NOBODY) & (b != _NOBODY)
         return bool((both & ((a != b) | (a == SEVERAL))).any())
 
@@ -144,11 +144,11 @@ def pairs_at(kernel: Kernel, i: int) -> frozenset[Pair]:
     before, behind_it = _reached(precedes, place, stops), _reached(follows, place, stops)
     kinds = {at: _touched(kernel.code[at]) for at in before | behind_it}
     return frozenset(
-        (one, other)
-        for one in before
-        for other in behind_it
-        for memory in kinds[one].keys() & kinds[other].keys()
-        if "write" in (kinds[one][memory], kinds[other][memory])
+        (first, second)
+        for first in before
+        for second in behind_it
+        for memory in kinds[first].keys() & kinds[second].keys()
+        if "write" in (kinds[first][memory], kinds[second][memory])
     )
 
 
@@ -157,9 +157,9 @@ def fixed_places(kernel: Kernel) -> frozenset[int]:
     writes = [REGISTER.findall(_target(instruction)) for instruction in kernel.code]
     times = Counter(name for names in writes for name in names)
     varying = {name for name, count in times.items() if count > 1}
-    found = -1
-    while found != len(varying):
-        found = len(varying)
+    count_before = -1
+    while count_before != len(varying):
+        count_before = len(varying)
         for instruction, names in zip(kernel.code, writes, strict=True):
             reads = REGISTER.findall(" ".join([*instruction.operands[1:], instruction.guard or ""]))
             if not varying.isdisjoint(reads) or not _follows(instruction):

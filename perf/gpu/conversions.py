@@ -1,4 +1,4 @@
-"""What `cvt` computes: conversions between integers, floats, and the packed types of 16 and 8 bits."""
+"""Conversions of `cvt`: between integers, floats, and the packed types of 16 and 8 bits."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class NoValue:
 
 @dataclass
 class Record:
-    """What a launch counts and finds, over all its CTAs."""
+    """Counts and findings of a launch, over all its CTAs."""
 
     entry: Entry
     memory: Memory
@@ -271,7 +271,7 @@ class Cta:
         return offsets
 
     def shared_report(self, threads: Array, offsets: Array) -> Any:
-        """What shared memory calls with the place of the first fault of an access."""
+        """The function that shared memory calls with the place of the first fault of an access."""
 
         def report(kind: str, what: str, first: int) -> None:
             self.report(kind, what, int(threads[first]), int(offsets[first]) + BASE)

@@ -63,8 +63,8 @@ class Decoder:
             operands = _permuted(operands, self.undefined)
             if not operands:
                 return _nothing
-        if found := operation(instruction.opcode, len(operands)):
-            return self._elementwise(found.function, found.inputs, found.outputs, operands)
+        if arithmetic := operation(instruction.opcode, len(operands)):
+            return self._elementwise(arithmetic.function, arithmetic.inputs, arithmetic.outputs, operands)
         if name in _MEMORY:
             return _MEMORY[name](self, parts, operands)
         if name == "cvta":
@@ -352,15 +352,15 @@ def _undefined(entry: Entry) -> dict[str, int]:
     Those of registers that no instruction writes, and what prmt.b32 makes of them.
     """
     named = Counter(name for instruction in entry.code for name in REGISTER.findall("".join(instruction.operands[:1])))
-    found = {name: 0b1111 for name, kind in entry.registers.items() if SIZES[kind] == 4 and not named[name]}
-    for instruction in entry.code if found else ():
+    undefined = {name: 0b1111 for name, kind in entry.registers.items() if SIZES[kind] == 4 and not named[name]}
+    for instruction in entry.code if undefined else ():
         if instruction.opcode == "prmt.b32" and named[instruction.operands[0]] == 1:
             bits = 0
             for i, byte in enumerate(_selected(instruction.operands[3])):
-                bits |= (found.get(instruction.operands[1 + byte // 4], 0) >> byte % 4 & 1) << i
+                bits |= (undefined.get(instruction.operands[1 + byte // 4], 0) >> byte % 4 & 1) << i
             if bits:
-                found[instruction.operands[0]] = bits
-    return found
+                undefined[instruction.operands[0]] = bits
+    return undefined
 
 
 def _selected(selector: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the executor reports: findings of a launch, and the exceptions that end one."""
+"""Faults that the executor reports: findings of a launch, and the exceptions that end one."""
 
 from __future__ import annotations
 

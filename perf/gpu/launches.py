@@ -67,7 +67,7 @@ class Execution:
 
 @dataclass
 class Log:
-    """What was launched, in order."""
+    """A log of the launches, in order."""
 
     launches: list[Execution] = field(default_factory=list)
 
@@ -245,7 +245,7 @@ class _Places:
 
 @dataclass(frozen=True)
 class Request:
-    """What one launch asks of the compiler, as Triton's launcher reads it from the arguments.
+    """A launch's request to the compiler, as Triton's launcher reads it from the arguments.
 
     `signature` has a type for each parameter ("constexpr" for what is compiled in), `attributes` which of them are
     multiples of 16, `values` the arguments by name.
@@ -264,7 +264,7 @@ class Request:
 
 
 def specialize(kernel: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Request:
-    """What Triton's launcher would compile for these arguments on TARGET."""
+    """The request that Triton's launcher would make for these arguments on TARGET."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -312,7 +312,7 @@ def _compiled(kernel: Any, request: Request) -> _Compiled:
 
 def _flat(name: str, kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(kind, tuple):
-        for part, one in zip(kind, value, strict=True):
-            yield from _flat(name, part, one)
+        for part, inner in zip(kind, value, strict=True):
+            yield from _flat(name, part, inner)
     elif kind != "constexpr":
         yield name, value

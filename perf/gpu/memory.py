@@ -89,7 +89,7 @@ class Memory:
 
 
 def requests(addresses: Array, warps: Array, size: int) -> tuple[int, int, int]:
-    """What one access of `size` bytes by each of these threads asks for: requests, bytes, sectors.
+    """Requests, bytes and sectors of one access of `size` bytes by each of these threads.
 
     Each warp makes a request. Bytes that several of its threads ask for count once, as do the 32-byte sectors.
     """

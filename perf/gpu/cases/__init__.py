@@ -1,4 +1,4 @@
-"""What the executor runs: every op of the library on its smallest interesting inputs, held to its reference."""
+"""Cases of the executor: every op of the library on its smallest interesting inputs, held to its reference."""
 
 from __future__ import annotations
 

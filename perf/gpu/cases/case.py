@@ -1,4 +1,4 @@
-"""What is executed: a case runs an op twice, by torch and by its compiled kernels, and holds one result to the other.
+"""A case for the executor: an op run twice, by torch and by its compiled kernels, one result held to the other.
 
 A case makes its inputs anew each time from seeds of its own, so both runs start from the same bits.
 """

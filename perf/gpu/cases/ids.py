@@ -88,10 +88,10 @@ def _divide(
     if borders is not None:
         options["block_bucketize_pos"] = [torch.tensor(border) for border in borders]
     ids = torch.randint(0, most, (count,), generator=generator).to(ids_dtype)
-    found = block_bucketize(
+    parts = block_bucketize(
         torch.tensor(lengths_of, dtype=lengths_dtype), ids, torch.tensor(sizes, dtype=ids_dtype), buckets, **options
     )
-    return [part for part in found if part is not None]
+    return [part for part in parts if part is not None]
 
 
 def _distinct() -> Iterator[Case]:

@@ -57,7 +57,7 @@ def _offsets(lengths: Sequence[int] = LENGTHS, dtype: torch.dtype = torch.int64)
 
 
 def _both_ways(op: Callable[..., Any], leaves: Sequence[int], inputs: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-    """What an op gives, and the gradients of its inputs at `leaves` for a fixed gradient of its first result."""
+    """An op's results, and the gradients of its inputs at `leaves` for a fixed gradient of the first result."""
     given = [x.requires_grad_() if i in leaves else x for i, x in enumerate(inputs())]
     result = op(*given)
     parts = [*result] if isinstance(result, (tuple, list)) else [result]
@@ -383,8 +383,8 @@ def _keyed(weighted: bool, index: torch.dtype) -> Sequence[Any]:
     lengths = torch.tensor([*LENGTHS, *reversed(LENGTHS)], dtype=index)
     offsets = _offsets(lengths.tolist(), index)
     values, weights = torch.arange(2 * sum(LENGTHS)), _eighths(2 * sum(LENGTHS)) if weighted else None
-    found = ops.keyed_jagged_index_select(values, lengths, offsets, torch.tensor([3, 5, 3, 0], dtype=index), 7, weights)
-    return [part for part in found if part is not None]
+    parts = ops.keyed_jagged_index_select(values, lengths, offsets, torch.tensor([3, 5, 3, 0], dtype=index), 7, weights)
+    return [part for part in parts if part is not None]
 
 
 def _columns() -> Iterator[Case]:

@@ -49,7 +49,7 @@ class Launched:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of a case showed, or of a case with a barrier `cut` out and what lies `around` that."""
+    """The outcome of one run of a case, or of one with a barrier `cut` out and what lies `around` that."""
 
     case: str
     launches: tuple[Launched, ...]
@@ -62,7 +62,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Missing:
-    """What became of a program without the barrier `cut`: a run that `shows` it, or why nothing has to.
+    """A program without the barrier `cut`: the run that `shows` it is missing, or why nothing has to.
 
     It is `redundant` if all accesses ran that it alone orders, and what they have in common is one thread's each time.
     Where some did not run, and those that ran have nothing in common, it `may_be`.
@@ -203,16 +203,16 @@ def count_barriers(ran: Sequence[Outcome]) -> int:
 
 
 def by_kernel(ran: Sequence[Outcome], cut: Sequence[Missing] = ()) -> dict[str, dict[str, Any]]:
-    """What is known of each kernel that was launched, for a table and a file.
+    """Facts of each kernel that was launched, for a table and a file.
 
     The difference of a case counts for the kernels that it is there for, a fault for the kernel that made it.
     """
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     requests: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
     for outcome in sorted(ran, key=lambda outcome: outcome.case):
         case = _BY_NAME[outcome.case]
         for launch in outcome.launches:
-            entry = found.setdefault(launch.kernel, _entry())
+            entry = entries.setdefault(launch.kernel, _entry())
             entry["launches"] += 1
             entry["instructions"] += launch.instructions
             entry["programs"].add(launch.variant)
@@ -221,16 +221,16 @@ def by_kernel(ran: Sequence[Outcome], cut: Sequence[Missing] = ()) -> dict[str, 
                 for unit, number in zip(("requests", "bytes", "sectors"), numbers, strict=True):
                     requests[launch.kernel][what, unit] += number
         for kernel in case.kernels:
-            entry = found.setdefault(kernel, _entry())
+            entry = entries.setdefault(kernel, _entry())
             entry["cases"] += 1
             kept = entry["differences"].setdefault(case.tolerance.name, 0.0)
             entry["differences"][case.tolerance.name] = max(kept, outcome.difference)
-    for kernel, entry in found.items():
+    for kernel, entry in entries.items():
         entry["programs"] = len(entry["programs"])
         entry["sector_share"] = _shares(requests[kernel])
-    for missing in sorted(cut, key=lambda one: (one.cut.kernel, one.cut.variant, one.cut.barrier)):
-        found[missing.cut.kernel]["barriers"].setdefault(missing.cut.variant, []).append(missing.sentence)
-    return dict(sorted(found.items()))
+    for missing in sorted(cut, key=lambda missing: (missing.cut.kernel, missing.cut.variant, missing.cut.barrier)):
+        entries[missing.cut.kernel]["barriers"].setdefault(missing.cut.variant, []).append(missing.sentence)
+    return dict(sorted(entries.items()))
 
 
 def _entry() -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _entry() -> dict[str, Any]:
 
 
 def _shares(requests: Counter[tuple[str, str]]) -> dict[str, float]:
-    """What part of the sectors that warps touch they asked for, by buffer, of accesses that are no scalars."""
+    """The part of the sectors that warps touch that they asked for, by buffer, of accesses that are no scalars."""
     buffers = sorted({what for what, _ in requests})
     return {
         what: round(requests[what, "bytes"] / 32 / requests[what, "sectors"], 3)
@@ -283,10 +283,10 @@ def document(ran: Sequence[Outcome], cut: Sequence[Missing], command: str, secon
 def unexplained(cut: Sequence[Missing]) -> list[Cut]:
     """Barriers that can be taken out of a program and nothing shows, nor says why; more than are left of a kernel."""
     kept: Counter[str] = Counter()
-    found = []
+    cuts = []
     for missing in cut:
         reported = missing.shows is not None or missing.redundant
         kept[missing.cut.kernel] += not reported
         if missing.sentence is None or (not reported and kept[missing.cut.kernel] > _LEFT[missing.cut.kernel][0]):
-            found.append(missing.cut)
-    return found
+            cuts.append(missing.cut)
+    return cuts
