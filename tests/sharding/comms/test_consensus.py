@@ -6,12 +6,18 @@ import json
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from shardwise.sharding.comms.consensus import ErrorCodec, ErrorKind, value_or_error
+from shardwise.checkpoint import CheckpointDamaged, CheckpointMismatch, Report
+from shardwise.planner.errors import PlannerError, PlannerErrorType
+from shardwise.sharding.checkpoint.errors import ERRORS as OF_CHECKPOINTS
+from shardwise.sharding.comms.collective_utils import _ERRORS as OF_ANY_FUNCTION
+from shardwise.sharding.comms.consensus import ErrorCodec, ErrorKind, all_or_error, value_or_error
 from shardwise.sharding.comms.exchange import Exchange
-from shardwise.sharding.comms.failures import is_agreed
+from shardwise.sharding.comms.failures import RankFailure, is_agreed
+from shardwise.sharding.planning.leader import _ERRORS as OF_PLANS
 
 pytestmark = pytest.mark.ranks
 
@@ -90,3 +96,77 @@ def test_an_error_may_name_its_rank_and_be_the_same_on_all() -> None:
     for ranks in (2, 3):
         found = run_ranks(ranks, decided, UnicodeError("bad text"), 0, "naming", 1)
         assert [one[:2] for one in found] == [["ValueError", "rank 1: bad text"]] * ranks
+
+
+class Odd(Exception):
+    """Cannot be made again: its constructor takes two arguments."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+@pytest.mark.parametrize(
+    ("codec", "failure", "kind", "text"),
+    [
+        (OF_CHECKPOINTS, CheckpointDamaged("cut off"), CheckpointDamaged, "rank 1: cut off"),
+        (OF_CHECKPOINTS, FileNotFoundError(2, "gone", "f"), OSError, "rank 1: [Errno 2] gone: 'f'"),
+        (OF_CHECKPOINTS, BlockingIOError("locked"), BlockingIOError, "rank 1: locked"),
+        (OF_CHECKPOINTS, IndexError("id 9"), RuntimeError, "rank 1: IndexError: id 9"),
+        (OF_CHECKPOINTS, Odd("a", "b"), RuntimeError, "rank 1: Odd: a b"),
+        (OF_PLANS, ZeroDivisionError("by zero"), ZeroDivisionError, "by zero"),
+        (OF_PLANS, UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), RuntimeError,
+            "UnicodeDecodeError: 'utf-8' codec can't decode byte 0x78 in position 0: bad"),
+        (OF_PLANS, Odd("a", "b"), RuntimeError, "Odd: a b"),
+        (OF_ANY_FUNCTION, CheckpointDamaged("cut off"), CheckpointDamaged, "cut off"),
+        (OF_ANY_FUNCTION, Odd("a", "b"), RuntimeError, "Odd: a b"),
+    ],
+)  # fmt: skip
+def test_which_errors_other_ranks_raise(
+    codec: ErrorCodec, failure: Exception, kind: type[Exception], text: str
+) -> None:
+    raised = codec.of_rank(failure, 1)
+    assert (type(raised), raised.args[0]) == (kind, text)
+    # where the text does not name the rank the cause does
+    assert codec.names_rank or str(raised.__cause__).startswith(f"rank 1 failed: {type(failure).__name__}: ")
+
+
+def test_what_an_error_has_besides_its_text_travels_with_it() -> None:
+    report = Report(missing=["a"], resized={"b": ((2, 3), (4, 3))}, dtype={"c": ("F32", "F16")})
+    mismatch = OF_CHECKPOINTS.of_rank(CheckpointMismatch(report, "does not fit"), 1)
+    assert isinstance(mismatch, CheckpointMismatch)
+    assert mismatch.report == report and str(mismatch).startswith("does not fit\nmissing in the checkpoint: a\n")
+    failure = OF_CHECKPOINTS.of_rank(RankFailure("ranks died", [3, 5]), 1)
+    assert isinstance(failure, RankFailure) and failure.ranks == (3, 5) and str(failure) == "ranks died"
+    no_room = OF_PLANS.of_rank(PlannerError("no room", PlannerErrorType.INSUFFICIENT_STORAGE), 0)
+    assert isinstance(no_room, PlannerError) and no_room.error_type is PlannerErrorType.INSUFFICIENT_STORAGE
+
+
+def agreements() -> list[Any]:
+    """Numbers of all ranks, an error of rank 1 alone, one of each, and numbers again."""
+    exchange, rank = Exchange(dist.group.WORLD), dist.get_rank()
+    outcomes: list[Any] = []
+    for failing in ([], [1], [0, 1], []):
+        failure = IndexError("x" * 600 + f" of rank {rank}")
+
+        def work(fails: bool = rank in failing, failure: Exception = failure) -> tuple[str, list[int]]:
+            if fails:
+                raise failure
+            return f"of {rank}", [7 + rank, rank]
+
+        calls = exchange.calls
+        try:
+            outcome: Any = all_or_error(exchange, torch.device("cpu"), work, count=2)
+        except Exception as error:
+            # a rank that failed too, or whose own error is told, still shows that
+            assert is_agreed(error) and error.__cause__ is (failure if rank in failing else None)
+            outcome = f"{type(error).__name__}: {error}"
+        outcomes.append((outcome, exchange.calls - calls))
+    return outcomes
+
+
+def test_ranks_go_on_together_or_raise_what_the_first_of_them_raised() -> None:
+    """The text of an error was cut off after 512 bytes. A good agreement is one exchange, a bad one two."""
+    errors = [(f"IndexError: rank {rank}: {'x' * 600} of rank {rank}", 2) for rank in (1, 0)]
+    for rank, outcomes in enumerate(run_ranks(2, agreements)):
+        good = ((f"of {rank}", [[7, 0], [8, 1]]), 1)
+        assert outcomes == [good, *errors, good]
