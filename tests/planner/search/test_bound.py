@@ -313,7 +313,7 @@ def test_a_plan_for_all_ranks_does_not_wait_for_its_bound(monkeypatch: pytest.Mo
     planner = EmbeddingShardingPlanner(Topology(2, "cpu"), batch_size=64)
     plan = planner.plan(model, get_default_sharders())
     assert planner.last_plan is not None
-    said = leader._told(plan, 2)
+    said = leader.as_json(plan, 2)
     assert "slowest rank" in said["about"]["explanation"]
     # asked only for what returns at once
     assert asked and all(asked)
