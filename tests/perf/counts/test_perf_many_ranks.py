@@ -66,11 +66,11 @@ def test_a_function_that_more_ranks_call_more_often_is_named() -> None:
         Called(str(ROOT / "sharding/engine/route.py"), 7, "route"),
         Called(str(ROOT / "kernels/_op.py"), 1, "op"),
     )
-    link = Called(str(ROOT / "shardwise/sharding/engine/owner.py"), 9, "look_up")
+    link = Called(str(ROOT / "shardwise/sharding/engine/shards.py"), 9, "look_up")
     few = Counter({route: 64, link: 1, op: 3})
     assert grown(few, few) == grown(few, Counter({route: 60, op: 5})) == []
     assert grown(few, Counter({route: 512, link: 1000, op: 5})) == [
-        "sharding/engine/owner.py:9 look_up 1 -> 1,000",
+        "sharding/engine/shards.py:9 look_up 1 -> 1,000",
         "sharding/engine/route.py:7 route 64 -> 512",
     ]
 
