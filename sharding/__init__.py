@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .dmp.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
     from .dmp.dmp import DistributedModelParallel
     from .dmp.dmp_collection import DMPCollection, DMPCollectionConfig
-    from .engine.accumulation import GradientAccumulationConfig, GradientAccumulationWrapper, accumulate
     from .engine.id_map import IdMap
     from .modules.default_sharders import get_default_sharders
     from .modules.generators import (
@@ -73,6 +72,7 @@ if TYPE_CHECKING:
         TrainPipelineBase,
         TrainPipelineSparseDist,
     )
+    from .pipeline.accumulation import GradientAccumulationConfig, GradientAccumulationWrapper, accumulate
     from .plan.module_sharder import ModuleSharder
     from .plan.plan import (
         CacheParams,
@@ -191,8 +191,8 @@ _HOME = {
     "FeatureProcessedEmbeddingBagCollectionSharder": "modules.nested",
     "FusedEmbeddingBagCollectionSharder": "modules.sharders",
     "FusedEmbeddingCollectionSharder": "modules.sharders",
-    "GradientAccumulationConfig": "engine.accumulation",
-    "GradientAccumulationWrapper": "engine.accumulation",
+    "GradientAccumulationConfig": "pipeline.accumulation",
+    "GradientAccumulationWrapper": "pipeline.accumulation",
     "IdMap": "engine.id_map",
     "LazyAwaitable": "comms.awaitable",
     "ModuleSharder": "plan.module_sharder",
@@ -219,7 +219,7 @@ _HOME = {
     "TrainPipeline": "pipeline",
     "TrainPipelineBase": "pipeline",
     "TrainPipelineSparseDist": "pipeline",
-    "accumulate": "engine.accumulation",
+    "accumulate": "pipeline.accumulation",
     "apply_to_all": "modules.generators",
     "calculate_shard_sizes_and_offsets": "modules.generators",
     "column_wise": "modules.generators",

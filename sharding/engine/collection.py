@@ -55,7 +55,6 @@ from .wire import (
     pack_ids,
     pack_sizes,
     pack_weight_gradients,
-    returned_sizes,
     unpack_ids,
     unpack_sizes,
     unpack_weight_gradients,
@@ -128,7 +127,7 @@ class ExchangedLookup(torch.autograd.Function):
             exchange.buffers.recycle(received, grad)
             if weight_gradients:
                 sent, sizes = pack_weight_gradients(step, of_rows)
-                received = exchange.rows_transpose(sent, sizes, returned_sizes(step)).wait()
+                received = exchange.rows_transpose(sent, sizes, step.returned_to).wait()
                 of_weights[0] = unpack_weight_gradients(step, received) * divisor
         except BaseException as error:
             if exchange.watch is not None:

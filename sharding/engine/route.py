@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import sub
 
 import torch
@@ -79,12 +79,6 @@ class Division:
     def has_cuts_alone(self) -> bool:
         """Whether what was divided are the cuts, in their order."""
         return list(self.columns) == list(range(len(self.given_lengths)))
-
-    @property
-    def counts(self) -> list[list[int]]:
-        """[K][C] ids."""
-        columns = len(self.given_lengths)
-        return [self.sizes[at : at + columns] for at in range(0, len(self.sizes), columns)]
 
     def ids_of_cut(self, cut: int) -> slice:
         """Which of the ids, as they were given, are of this cut."""
@@ -198,8 +192,8 @@ class Sending:
         self.order_there = torch.tensor(order, dtype=torch.int64, device="cpu").to(device)
         self._find_checks(routes, keys, device)
         self._find_division_of_keys(routes, len(keys), sent, device)
-        # slots of all ranks, group by group: the stream of each, where the slots of each group and the groups of each
-        # rank begin
+        # slots of all ranks, group by group: the stream of each, where the slots of each group begin, and which groups
+        # are of each rank
         slots = [
             [
                 [first + slot.stream for slot in group.slots]
@@ -210,7 +204,7 @@ class Sending:
         ]
         self.slot_streams = [stream for rank in slots for group in rank for stream in group]
         self.group_slots = list(accumulate((len(group) for rank in slots for group in rank), initial=0))
-        self.rank_groups = list(accumulate(map(len, slots), initial=0))
+        self.groups_of_rank = [slice(*ends) for ends in pairwise(accumulate(map(len, slots), initial=0))]
 
     def _find_checks(self, routes: Routes, keys: Sequence[str], device: torch.device) -> None:
         """What the ids of each key are checked against: the smallest of the tables that they are looked up in."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -112,6 +112,11 @@ class Serving:
     def streams_for(self, update: bool) -> tuple[Stream, ...]:
         """Those that ids are sent for: replicas want them for an update alone."""
         return self.streams if update else self.streams[: self.returned]
+
+    @cached_property
+    def first_slot(self) -> list[int]:
+        """[groups + 1] where the slots of each group begin."""
+        return list(accumulate((len(group.slots) for group in self.groups), initial=0))
 
     @cached_property
     def sums(self) -> int:

@@ -34,10 +34,7 @@ class LocalShards:
         self._whole = WholeRows(routes)
         self.updates_together = bool(self._whole.blocks)
         self._with_others = [any(self._whole.has(shard) for shard in part.shards) for part in self.parts]
-        # [G + 1] where the slots of each group begin
-        self._first_slot = [0]
-        for part in self.parts:
-            self._first_slot.append(self._first_slot[-1] + len(part.slots))
+        self._first_slot = routes.serving[rank].first_slot
         # groups that answer an evaluation and a training step
         asked = [g for g, part in enumerate(self.parts) if part.slots]
         self._asked = [g for g in asked if not self.parts[g].is_replica], asked
@@ -104,8 +101,7 @@ class LocalShards:
             group, part, (ids, offsets, factors) = groups[g], self.parts[g], self._inputs(step, g)
             slots, lease = prefetched.get(g) or group.store.resolve(ids, offsets, group.step)
             if not part.is_replica:
-                by_rows = not self.routes.pooled or part.kind == ROWS
-                rows[g] = group.look_up(slots, offsets, factors, "sequence" if by_rows else group.pooling)
+                rows[g] = group.look_up(slots, offsets, factors, "sequence" if part.kind == ROWS else group.pooling)
             if holds:
                 step.leases[g] = slots, lease
             else:
@@ -141,9 +137,7 @@ class LocalShards:
 
     def _inputs(self, step: Step, g: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids [n], offsets and weights [n] that group `g` serves in this step."""
-        weights = step.received_weights
-        if not self.routes.pooled or not (self.routes.weighted or self.parts[g].kind == ROWS):
-            weights = None
+        weights = step.received_weights if self.routes.weighted or self.parts[g].kind == ROWS else None
         if len(step.first_id) == 2:
             return step.received_ids, step.received_offsets, weights
         samples, begin, end = step.received_lengths.shape[1], step.first_id[g], step.first_id[g + 1]

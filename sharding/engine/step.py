@@ -53,6 +53,7 @@ class Step:
     batch: int = field(init=False)  # B
     counts: list[int] = field(init=False)  # [S] ids of each stream
     ids_to: list[int] = field(init=False)  # [W] ids that each rank gets
+    returned_to: list[int] = field(init=False)  # [W] those of them whose results come back
     ids_to_groups: list[list[int]] = field(init=False)  # [W][groups of the rank]
     sent_ids: Tensor = field(init=False)  # [N]
     sent_lengths: Tensor = field(init=False)  # [S, B] int32

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from operator import add, mul, sub
 
 import torch
@@ -40,7 +40,7 @@ from ..comms.codecs import Codec
 from ..comms.exchange import Buffers
 from ..comms.host_exchange import HostExchange
 from .columns import Key, OutputColumns
-from .routes import HOST, POOLED, REPLICA, ROWS, Group, Routes, Serving, Slot, Stream
+from .routes import HOST, POOLED, REPLICA, ROWS, Routes, Serving, Slot, Stream
 from .step import Step
 
 
@@ -60,7 +60,6 @@ class Receiving:
         )
         self.slot_streams = torch.tensor(slots, dtype=torch.int64, device="cpu").to(device)
         self.scaled, self.id_dtype = routes.scaled, routes.id_dtype
-
         # int32 numbers that travel for an id: itself and, where those do, its factor
         self.per_id = self.id_dtype.itemsize // 4 + self.scaled
 
@@ -68,31 +67,24 @@ class Receiving:
 def pack_sizes(step: Step) -> list[list[int]]:
     """[W][B, ids, those whose results come back, ids of each group of the rank]: what the header tells each rank."""
     counts, sending = step.counts, step.sending
-    ends = list(accumulate(counts, initial=0))  # [S + 1]
+    before = list(accumulate(counts, initial=0))  # [S + 1] ids before each stream
+    first = list(map(before.__getitem__, sending.first_stream))  # [W + 1] ids before those of each rank
+    step.ids_to = list(map(sub, first[1:], first))
+    step.returned_to = list(map(sub, map(before.__getitem__, sending.end_returned), first))
     of_slots = list(accumulate(map(counts.__getitem__, sending.slot_streams), initial=0))
-    groups = list(map(of_slots.__getitem__, sending.group_slots))  # ids before each group of all ranks
-    groups = list(map(sub, groups[1:], groups))
-    first, begin, step.ids_to, step.ids_to_groups, sizes = 0, 0, [], [], []
-    of_ranks = zip(sending.first_stream[1:], sending.end_returned, sending.rank_groups[1:], strict=True)
-    for last, returned, end in of_ranks:
-        step.ids_to.append(ends[last] - ends[first])
-        step.ids_to_groups.append(groups[begin:end])
-        sizes.append([step.batch, step.ids_to[-1], ends[returned] - ends[first], *groups[begin:end]])
-        first, begin = last, end
-    return sizes
+    of_groups = list(map(of_slots.__getitem__, sending.group_slots))  # ids before each group of all ranks
+    of_groups = list(map(sub, of_groups[1:], of_groups))
+    step.ids_to_groups = list(map(of_groups.__getitem__, sending.groups_of_rank))
+    of_ranks = zip(repeat(step.batch), step.ids_to, step.returned_to, strict=False)
+    return list(map(list.__add__, map(list, of_ranks), step.ids_to_groups))
 
 
 def unpack_sizes(step: Step, sizes: Sequence[Sequence[int]]) -> None:
     """[W] the same from every rank, of the groups of this one."""
     batches, ids, returned, *groups = zip(*sizes, strict=True)
-    step.batches, step.ids_from, step.returned_from, step.ids_by_group = (
-        list(batches),
-        list(ids),
-        list(returned),
-        groups,
-    )
+    step.batches, step.ids_from, step.returned_from = list(batches), list(ids), list(returned)
+    step.ids_by_group, receiving = groups, step.receiving
     # int32 numbers that come from each: ids, their weights where those travel, and lengths
-    receiving = step.receiving
     step.id_sizes = list(map(add, map(receiving.per_id.__mul__, ids), map(receiving.streams.__mul__, batches)))
 
 
@@ -151,13 +143,12 @@ class Wire(abc.ABC):
     """How rows and their gradients lie in the blocks between ranks, on one rank."""
 
     def __init__(self, routes: Routes, rank: int, codec: Codec | None = None, codec_back: Codec | None = None) -> None:
-        self.routes, self.rank, self.codec, self.codec_back = routes, rank, codec, codec_back
+        self.routes, self.codec, self.codec_back = routes, codec, codec_back
         # whether sums become averages where they arrive
         self.has_averages = False
         # groups of shards that this rank serves, and where the slots of each begin
-        self.groups = routes.serving[rank].groups
-        self.first_slot = list(accumulate((len(group.slots) for group in self.groups), initial=0))
-        # [W] of each rank its slots whose rows travel, group by group, with their streams; and those that want rows
+        self.groups, self.first_slot = routes.serving[rank].groups, routes.serving[rank].first_slot
+        # [W] of each rank its slots whose rows travel, group by group, with their streams
         self._row_slots = [_slots_of(serving, ROWS) for serving in routes.serving]
 
     @abc.abstractmethod
@@ -192,10 +183,6 @@ class Wire(abc.ABC):
         """The gradient of what was sent, given the output's, which differ where the wire `has_averages`."""
         return grad
 
-    def looks_up_rows(self, group: Group) -> bool:
-        """Whether a group answers with a row for each id instead of sums."""
-        return not self.routes.pooled or group.kind == ROWS
-
     def ids_by_source(self, step: Step, g: int) -> Tensor:
         """[slots of group g, W] ids of each slot from each rank."""
         lengths = step.received_lengths[self.first_slot[g] : self.first_slot[g + 1]]
@@ -209,7 +196,7 @@ class Wire(abc.ABC):
         suspects: list[int] = []
         for g, rows in step.unsure_rows.items():
             slots = self.groups[g].slots
-            if self.looks_up_rows(self.groups[g]):
+            if self.groups[g].kind == ROWS:
                 pieces = rows.split_with_sizes(self.ids_by_source(step, g).sum(1).tolist())
             else:
                 pieces = rows.split_with_sizes([slot.width for slot in slots], dim=1)
@@ -536,15 +523,9 @@ def pack_weight_gradients(step: Step, gradients: Sequence[Tensor]) -> tuple[Tens
 def unpack_weight_gradients(step: Step, received: Tensor) -> Tensor:
     """The gradient [N] of the weights that this rank sent; those of ids that replicas serve count where they are."""
     pieces = []
-    for part, ids in zip(received.split_with_sizes(returned_sizes(step)), step.ids_to, strict=True):
+    for part, ids in zip(received.split_with_sizes(step.returned_to), step.ids_to, strict=True):
         pieces += [part, part.new_zeros(ids - part.shape[0])]
     return torch.cat(pieces)
-
-
-def returned_sizes(step: Step) -> list[int]:
-    """[W] ids that this rank sent to each and whose results come back."""
-    ends, sending = list(accumulate(step.counts, initial=0)), step.sending
-    return list(map(sub, map(ends.__getitem__, sending.end_returned), map(ends.__getitem__, sending.first_stream)))
 
 
 def _slots_of(serving: Serving, *kinds: str) -> list[tuple[Slot, Stream]]:

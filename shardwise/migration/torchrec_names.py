@@ -270,7 +270,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "torchrec.distributed.train_pipeline.gradient_accumulation": {
-        "shardwise.sharding.engine.accumulation": "GradientAccumulationConfig GradientAccumulationWrapper",
+        "shardwise.sharding.pipeline.accumulation": "GradientAccumulationConfig GradientAccumulationWrapper",
     },
     "torchrec.distributed.train_pipeline.pipeline_context": {
         "shardwise.sharding.pipeline.arguments": "PrefetchTrainPipelineContext TrainPipelineContext",

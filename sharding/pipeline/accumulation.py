@@ -20,7 +20,7 @@ from shardwise.embeddings import FusedOptimizer, optimizer_of
 from shardwise.embeddings.collections.collection import TableCollection
 
 from ..comms.exchange import Exchange
-from .collection import ShardedCollection
+from ..engine.collection import ShardedCollection
 
 In = TypeVar("In")
 Out = TypeVar("Out")
