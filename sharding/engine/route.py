@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import sub
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,18 +179,19 @@ class Sending:
         replicated = [[slot.lookup for slot in group.slots] for group in (*routes.replicas, *routes.dense)]
         picked = [*whole, *cut, *(n for lookups in replicated for n in lookups)]
         self.picks = [place[routes.lookups[n][0]] for n in picked]
-        self.as_they_are = self.picks == list(range(len(keys)))
-        self.picks_there = torch.tensor(self.picks, dtype=torch.int64, device="cpu").to(device)
+        self.picked = _order_of(self.picks, len(keys), device)
         self.whole, self.replicated = len(whole), [len(lookups) for lookups in replicated]
         self.cuts = None if not cut else Cutting(routes, routes.cuts, device)
         # segments of whole lookups, then [bucket][cut], in the order of the streams
-        numbers, order = iter(range(len(whole))), []
-        for stream in sent:
-            shifted = 0 if stream.cut is None else len(whole) + stream.bucket * len(cut) + stream.cut
-            order.append(next(numbers) if stream.cut is None else shifted)
+        numbers = iter(range(len(whole)))
         segments = len(whole) + (0 if self.cuts is None else self.cuts.buckets * len(cut))
-        self.order = None if order == list(range(segments)) else order
-        self.order_there = torch.tensor(order, dtype=torch.int64, device="cpu").to(device)
+        self.order = _order_of(
+            [
+                next(numbers) if stream.cut is None else len(whole) + stream.bucket * len(cut) + stream.cut
+                for stream in sent
+            ],
+            segments, device,
+        )  # fmt: skip
         self._find_checks(routes, keys, device)
         self._find_division_of_keys(routes, len(keys), sent, device)
         # slots of all ranks, group by group: the stream of each, where the slots of each group begin, and which groups
@@ -233,12 +235,50 @@ class Sending:
         cut_of = dict(zip(columns, routes.cuts, strict=True))
         self.keys = Cutting(routes, [cut_of.get(key) for key in range(keys)], device)
         # segments [bucket][key] in the order of the streams, then the replicated; what is not cut lies in bucket 0
-        order, whole = [], iter(self.picks)
-        for stream in sent:
-            order.append(next(whole) if stream.cut is None else stream.bucket * keys + columns[stream.cut])
-        order += self.picks[at.stop :]
-        self.keys_order = None if order == list(range(self.keys.buckets * keys)) else order
-        self.keys_order_there = torch.tensor(order, dtype=torch.int64, device="cpu").to(device)
+        whole = iter(self.picks)
+        of_streams = [
+            next(whole) if stream.cut is None else stream.bucket * keys + columns[stream.cut] for stream in sent
+        ]
+        self.keys_order = _order_of([*of_streams, *self.picks[at.stop :]], self.keys.buckets * keys, device)
+
+
+class Order(NamedTuple):
+    """Which segments are picked, one after another: on the host, and where the batch is."""
+
+    numbers: list[int]
+    there: Tensor
+
+
+def _order_of(numbers: list[int], segments: int, device: torch.device) -> Order | None:
+    """None where all `segments` are picked as they are."""
+    if numbers == list(range(segments)):
+        return None
+    return Order(numbers, torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device))
+
+
+class Segments(NamedTuple):
+    """Ids and weights [N] segment by segment, lengths [segments, B], and on the host how many ids each has."""
+
+    ids: Tensor
+    weights: Tensor | None
+    lengths: Tensor
+    counts: list[int]
+
+    def picked(self, order: Order) -> Segments:
+        """Segments of these in another order."""
+        ids, *weights = permute_segments(
+            [self.ids] if self.weights is None else [self.ids, self.weights], self.counts, order.numbers
+        )
+        counts = list(map(self.counts.__getitem__, order.numbers))
+        return Segments(ids, weights[0] if weights else None, self.lengths.index_select(0, order.there), counts)
+
+    def part(self, first: int, last: int) -> Segments:
+        """Segments [first, last), as views."""
+        begin, counts = sum(self.counts[:first]), self.counts[first:last]
+        ids = slice(begin, begin + sum(counts))
+        return Segments(
+            self.ids[ids], None if self.weights is None else self.weights[ids], self.lengths[first:last], counts
+        )
 
 
 @dataclass
@@ -284,9 +324,8 @@ def route(
             # host sync on CUDA: the sizes that leave, and those of the batch
             features._sizes(beside)
             divided.sizes = beside.read()
-        step.division = divided
-        ids, weights, lengths, counts = divided.ids, divided.weights, divided.lengths, divided.sizes
-        order, order_there = sending.keys_order, sending.keys_order_there
+        step.division, order = divided, sending.keys_order
+        segments = Segments(divided.ids, divided.weights, divided.lengths, divided.sizes)
     else:
         # host sync on CUDA: the sizes that leave, read once
         counts = features._sizes()
@@ -300,26 +339,21 @@ def route(
         else:
             lengths = torch.tensor(counts, dtype=torch.int32, device="cpu").view(-1, 1)
             lengths = lengths.to(ids.device, non_blocking=True)
-        order, order_there = None if sending.as_they_are else sending.picks, sending.picks_there
+        segments, order = Segments(ids, weights, lengths.to(torch.int32), counts), sending.picked
     if order is not None:
-        ids, weights, lengths, counts = _permuted(ids, weights, lengths, counts, order, order_there)
-    lengths, step.replicated = lengths.to(torch.int32), []
-
-    # segments: streams, or what they are made of, and then what is looked up here
-    at = sending.first_stream[-1] if divided is not None else sending.whole + len(routes.cuts)
+        segments = segments.picked(order)
+    step.replicated = []
+    # streams, or what they are made of, and then what is looked up here
+    at = first = sending.first_stream[-1] if divided is not None else sending.whole + len(routes.cuts)
+    for count in sending.replicated:
+        ids, weights, lengths, counts = segments.part(first, first + count)
+        step.replicated.append(ReplicatedBatch(ids, complete_cumsum(lengths.flatten().long()), weights, counts))
+        first += count
     if sending.replicated:
-        ends, first = list(accumulate(counts, initial=0)), at
-        for count in sending.replicated:
-            part = slice(ends[first], ends[first + count])
-            offsets = complete_cumsum(lengths[first : first + count].flatten().long())
-            of_part = None if weights is None else weights[part]
-            step.replicated.append(ReplicatedBatch(ids[part], offsets, of_part, counts[first : first + count]))
-            first += count
-        ids, lengths, counts = ids[: ends[at]], lengths[:at], counts[:at]
-        weights = None if weights is None else weights[: ends[at]]
+        segments = segments.part(0, at)
     if divided is None and sending.cuts is not None:
-        ids, weights, lengths, counts = _divide_cuts(step, routes, ids, weights, lengths, counts, lenient)
-    step.sent_ids, step.sent_weights, step.sent_lengths, step.counts = ids, weights, lengths, counts
+        segments = _divide_cuts(step, routes, segments, lenient)
+    step.sent_ids, step.sent_weights, step.sent_lengths, step.counts = segments
 
 
 def _numbers(ids: Tensor, routes: Routes, weights: Tensor | None, lenient: bool) -> tuple[Tensor, Tensor | None]:
@@ -333,32 +367,17 @@ def _numbers(ids: Tensor, routes: Routes, weights: Tensor | None, lenient: bool)
     return ids, None if weights is None else weights.float()
 
 
-def _permuted(
-    ids: Tensor, weights: Tensor | None, lengths: Tensor, counts: list[int], order: list[int], order_there: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor, list[int]]:
-    """Segments with ids and weights [N], lengths [segments, B] and `counts` ids in another order."""
-    ids, *others = permute_segments([ids] if weights is None else [ids, weights], counts, order)
-    counts = list(map(counts.__getitem__, order))
-    return ids, others[0] if others else None, lengths.index_select(0, order_there), counts
-
-
-def _divide_cuts(
-    step: Step, routes: Routes, ids: Tensor, weights: Tensor | None, lengths: Tensor, counts: list[int], lenient: bool
-) -> tuple[Tensor, Tensor | None, Tensor, list[int]]:
+def _divide_cuts(step: Step, routes: Routes, segments: Segments, lenient: bool) -> Segments:
     """Segments of whole lookups and of cuts, undivided, as those of the streams in their order."""
     sending = step.sending
     assert sending.cuts is not None
-    whole = sending.whole
-    end = sum(counts[:whole])
-    of_cuts = None if weights is None else weights[end:]
-    step.division = division = divide(sending.cuts, lengths[whole:], ids[end:], of_cuts, routes, lenient)
+    whole, cut = segments.part(0, sending.whole), segments.part(sending.whole, len(segments.counts))
+    step.division = division = divide(sending.cuts, cut.lengths, cut.ids, cut.weights, routes, lenient)
     # host sync on CUDA: the sizes that leave
     division.sizes = division.sizes_there.tolist()
-    ids, lengths = torch.cat([ids[:end], division.ids]), torch.cat([lengths[:whole], division.lengths])
-    counts = [*counts[:whole], *division.sizes]
-    if division.weights is not None:
-        assert weights is not None
-        weights = torch.cat([weights[:end], division.weights])
-    if sending.order is None:
-        return ids, weights, lengths, counts
-    return _permuted(ids, weights, lengths, counts, sending.order, sending.order_there)
+    weights = [part for part in (whole.weights, division.weights) if part is not None]
+    divided = Segments(
+        torch.cat([whole.ids, division.ids]), torch.cat(weights) if weights else None,
+        torch.cat([whole.lengths, division.lengths]), [*whole.counts, *division.sizes],
+    )  # fmt: skip
+    return divided if sending.order is None else divided.picked(sending.order)

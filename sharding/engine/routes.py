@@ -250,7 +250,11 @@ def plan_routes(
             if len(strip) == 1 and not (pooled and kind == ROWS):
                 streams = [[Stream(n) for n in lookups_of[number]]]
             else:
-                borders = _borders(table, strip)
+                # where the ids of one row shard end and those of the next begin
+                borders = (0, *(shard.rows[1] for shard in strip))
+                if table.id_range is not None:
+                    block = -(-table.id_range // len(strip))
+                    borders = tuple(min(block * k, table.id_range) for k in range(len(strip) + 1))
                 # strips that are cut alike share what travels
                 numbers = {n: cuts.setdefault(Cut(n, borders), len(cuts)) for n in lookups_of[number]}
                 streams = [[Stream(n, cut, k) for n, cut in numbers.items()] for k in range(len(strip))]
@@ -297,14 +301,6 @@ def _require_one_domain(table: Table, shards: Sequence[Shard]) -> None:
         )
 
 
-def _borders(table: Table, strip: Sequence[Shard]) -> tuple[int, ...]:
-    """Where the ids of one row shard end and those of the next begin."""
-    if table.id_range is None:
-        return (0, *(shard.rows[1] for shard in strip))
-    block = -(-table.id_range // len(strip))
-    return tuple(min(block * k, table.id_range) for k in range(len(strip) + 1))
-
-
 def _strips(table: Table, shards: Sequence[Shard]) -> list[list[Shard]]:
     """Shards by their columns, each strip from its first row to its last.
 
@@ -327,15 +323,10 @@ def _strips(table: Table, shards: Sequence[Shard]) -> list[list[Shard]]:
 def _kind_of(table: Table, strips: Sequence[Sequence[Shard]], pooled: bool, local_size: int, world_size: int) -> str:
     if not pooled or (table.options.reduction == "ordered" and any(len(strip) > 1 for strip in strips)):
         return ROWS
-    if 1 < local_size < world_size and all(_fills_host(strip, local_size) for strip in strips):
-        return HOST
-    return POOLED
-
-
-def _fills_host(strip: Sequence[Shard], local_size: int) -> bool:
-    """Whether the strip's row ranges lie one on each rank of one host."""
-    ranks = sorted(shard.rank for shard in strip)
-    return ranks == list(range(ranks[0], ranks[0] + local_size)) and ranks[0] % local_size == 0
+    # each strip's row ranges lie one on each rank of one host
+    ranks = [sorted(shard.rank for shard in strip) for strip in strips]
+    whole_hosts = [list(range(first // local_size * local_size, first + local_size)) for first, *_ in ranks]
+    return HOST if 1 < local_size < world_size and ranks == whole_hosts else POOLED
 
 
 def _serving(placed: Sequence[_Placed], pooled: bool) -> Serving:
