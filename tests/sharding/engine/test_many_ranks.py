@@ -32,6 +32,7 @@ from shardwise import (
     apply_optimizer_in_backward,
 )
 from shardwise.embeddings import OptimizerSpec
+from shardwise.perf.counts.many_ranks import IDS, ROWS
 from shardwise.planner import layout
 from shardwise.planner.layout import Shard
 from shardwise.sharding.comms.exchange import Buffers, Exchange, Pending
@@ -46,12 +47,7 @@ from shardwise.sharding.modules import generators
 from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection
 from shardwise.sharding.plan.plan import shards_of
 
-# rows and ids a bag of the 26 tables of MLPerf's DLRM-DCNv2, all of 128 columns (mlcommons/training, recommendation_v2)
-ROWS = (
-    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938,
-    155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
-)  # fmt: skip
-IDS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+# the 26 tables of MLPerf's DLRM-DCNv2, all of 128 columns
 NAMES = [f"cat_{n}" for n in range(len(ROWS))]
 HOTNESS = dict(zip(NAMES, map(float, IDS), strict=True))
 HOST = 8
