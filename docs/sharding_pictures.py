@@ -16,6 +16,7 @@ from shardwise.planner.layout import Shard, Span
 from shardwise.sharding import ShardedEmbeddingBagCollection
 from shardwise.sharding.engine import step as phases_of_step
 from shardwise.sharding.engine.collection import ExchangedLookup, ShardedCollection
+from shardwise.sharding.engine.shards import LocalShards
 
 ROWS, DIM, LOCAL_SIZE, WORLD_SIZE = 7, 8, 2, 4
 HOSTS = [list(layout.ranks_of(host, LOCAL_SIZE)) for host in range(WORLD_SIZE // LOCAL_SIZE)]
@@ -27,6 +28,7 @@ STYLE = (
     "text{font:13px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328;text-anchor:middle}"
     ".r{text-anchor:end}.l{text-anchor:start}.s{fill:#59636e}.b{font-weight:bold}"
     "rect{stroke:#59636e}.h{fill:none;stroke-dasharray:4 3}path{stroke:#59636e;fill:none}"
+    ".halo{stroke:#fff;stroke-width:6px;paint-order:stroke}"
 )
 
 
@@ -183,30 +185,36 @@ def engine() -> str:
         (ShardedCollection.receive_ids, "ids in order"),
         (ShardedCollection.look_up, "kernel"),
         (ShardedEmbeddingBagCollection.finish, "assemble"),
-        (ExchangedLookup.backward, "fused update"),
+        (ExchangedLookup.backward, "divide, check"),
+        (LocalShards.update, "kernel"),
     ]
     # a step has each phase from the call of this number on
     phases = {"STARTED": 0, "IDS_SENT": 1, "IDS_RECEIVED": 2, "LOOKED_UP": 3}
     assert [name for name in vars(phases_of_step) if name in phases] == list(phases)
     messages = ["headers", "ids", "rows", "row gradients"]
-    wide, high, pitch, top = 116, 44, 152, 62
+    wide, high, pitch, top = 124, 44, 178, 62
     lanes = top, top + 120
-    ends = [LEFT + pitch * n for n in range(len(calls) + 1)]
+    ends = [LEFT + 16 + pitch * n for n in range(len(calls))]
+    right = ends[-1] + wide
     shapes = [text(LEFT - 12, y + 27, f"rank {rank}", "r") for rank, y in enumerate(lanes)]
     for name, n in phases.items():
         shapes.append(text(ends[n] + wide / 2, top - 28, name, "b"))
-        shapes.append(f'<path class="h" d="M{ends[n] - 14:g} {top - 40:g}V{lanes[1] + high + 14:g}"/>')
+        shapes.append(f'<path class="h" d="M{ends[n] - 9:g} {top - 40:g}V{lanes[1] + high + 14:g}"/>')
     for n, (call, what) in enumerate(calls):
         for rank, y in enumerate(lanes):
             shapes.append(rect(ends[n], y, wide, high, COLOURS[rank]))
             shapes.append(text(ends[n] + wide / 2, y + 18, call.__name__))
             shapes.append(text(ends[n] + wide / 2, y + 35, what, "s"))
-    # sent at the end of a call, and taken by the one after it; gradients stay within the backward
+    # sent at the end of a call, and taken by the one after it
     for n, name in zip((0, 1, 3, 5), messages, strict=True):
         x, to = ends[n] + wide, ends[n] + pitch
-        shapes += [_arrow(x, lanes[0] + high, to, lanes[1]), text((x + to) / 2, lanes[0] + high + 42, name, "s")]
-        shapes.append(f'<path d="M{x:g} {lanes[1]:g}L{to:g} {lanes[0] + high:g}m-5 7l5 -7l5 7"/>')
-    return svg("A step over two ranks and time", ends[-1] + MARGIN, lanes[1] + high + 30, shapes)
+        shapes.append(f'<path d="M{x:g} {lanes[0] + high:g}L{to:g} {lanes[1]:g}m-9 -5l9 5l-2 -10"/>')
+        shapes.append(f'<path d="M{x:g} {lanes[1]:g}L{to:g} {lanes[0] + high:g}m-9 5l9 -5l-2 10"/>')
+        shapes.append(text((x + to) / 2, lanes[0] + high + 42, name, "s halo"))
+    time = lanes[1] + high + 34
+    shapes.append(f'<path d="M{ends[0]:g} {time:g}H{right:g}m-8 -5l8 5l-8 5"/>')
+    shapes.append(text((ends[0] + right) / 2, time + 4, "time", "s halo"))
+    return svg("A step over two ranks and time", right + MARGIN, time + 20, shapes)
 
 
 def _arrow(x: float, y: float, to_x: float, to_y: float) -> str:
