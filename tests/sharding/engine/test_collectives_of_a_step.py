@@ -33,11 +33,11 @@ from sharding_mixes import (
 )
 
 from shardwise.perf.counts.calls import listed
+from shardwise.perf.counts.traffic import predicted_bytes
 from shardwise.perf.evidence.compare_sharding import calls_of_forward, collectives_of_step
 from shardwise.perf.suite.cases.sharded_sides import Shape, Stepper
 from shardwise.perf.suite.libraries import ours
 from shardwise.planner.layout import TableOptions
-from shardwise.sharding.engine.traffic import predicted_bytes
 
 pytestmark = pytest.mark.ranks
 

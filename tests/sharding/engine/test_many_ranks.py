@@ -33,6 +33,7 @@ from shardwise import (
 )
 from shardwise.embeddings import OptimizerSpec
 from shardwise.perf.counts.many_ranks import IDS, ROWS
+from shardwise.perf.counts.traffic import Traffic, predicted_bytes
 from shardwise.planner import layout
 from shardwise.planner.layout import Shard
 from shardwise.sharding.comms.exchange import Buffers, Exchange, Pending
@@ -41,7 +42,6 @@ from shardwise.sharding.engine.columns import OutputColumns
 from shardwise.sharding.engine.route import Sending
 from shardwise.sharding.engine.routes import Routes, Table, plan_routes
 from shardwise.sharding.engine.step import Step
-from shardwise.sharding.engine.traffic import Traffic, predicted_bytes
 from shardwise.sharding.engine.wire import PooledWire, Receiving, unpack_sizes
 from shardwise.sharding.modules import generators
 from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection

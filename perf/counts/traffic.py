@@ -1,7 +1,7 @@
 """What ranks send each other in a step, predicted from a plan: bytes of every pair of ranks, as plain data.
 
 Exact for lengths, sums and gradients of sums; what depends on the ids is exact for whole tables and, for ranges of
-rows, what evenly spread ids come to. Letters as in routes.py: W ranks, B samples of one rank.
+rows, what evenly spread ids come to. Letters as in sharding/engine/routes.py: W ranks, B samples of one rank.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..comms.consensus import header_bytes
-from .routes import REPLICA, ROWS, Group, Routes, Serving
+from shardwise.sharding.comms.consensus import header_bytes
+from shardwise.sharding.engine.routes import REPLICA, ROWS, Group, Routes, Serving
 
 _NUMBER = 4
 
