@@ -102,9 +102,7 @@ class ExchangedLookup(torch.autograd.Function):
             grad = grad.float()
             if wire.has_averages:
                 grad = wire.gradient_of_sums(step, grad, divisor, checked=collection.checks_gradients)
-            sent, sizes = wire.pack_gradients(step, grad, exchange.buffers)
-            if divisor > 1:
-                sent.div_(divisor)
+            sent, sizes = wire.pack_gradients(step, grad, divisor, exchange.buffers)
             checked, flag = collection._policy.gradient_check is GradientCheckMode.RAISE, None
             weights = step.sent_weights if checked and wire.routes.weighted else None
             if checked or wire.codec_back is not None:

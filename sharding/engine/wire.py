@@ -160,8 +160,8 @@ class Wire(abc.ABC):
         """This rank's output, of what came from all ranks and of rows of replicated tables by lookup."""
 
     @abc.abstractmethod
-    def pack_gradients(self, step: Step, grad: Tensor, buffers: Buffers) -> tuple[Tensor, list[int]]:
-        """The transpose of `unpack_rows`: what goes to each rank of the output's gradient."""
+    def pack_gradients(self, step: Step, grad: Tensor, divisor: int, buffers: Buffers) -> tuple[Tensor, list[int]]:
+        """The transpose of `unpack_rows`: what goes to each rank of the output's gradient, over `divisor`."""
 
     @abc.abstractmethod
     def unpack_gradients(self, step: Step, received: Tensor) -> list[Tensor]:
@@ -269,6 +269,9 @@ class PooledWire(Wire):
         own = routes.serving[rank]
         self._gradient_columns, self._gradient_host_columns = own.gradient_columns, own.host_sums
         self._near = [other for other, is_near in enumerate(near) if is_near]
+        # whether what each rank wants of a gradient lies together, so that the copy may divide
+        wanted = (*self.columns.wanted, *self.columns.wanted_by_host)
+        self._in_single_runs = all(len(runs) <= 1 for runs, _ in wanted)
 
     def pack_rows(self, step: Step, rows: Mapping[int, Tensor]) -> tuple[Tensor, list[int]]:
         # of each kind: sums [samples of all ranks, columns of the group], or rows source by source
@@ -343,21 +346,25 @@ class PooledWire(Wire):
         self._divide(step, grad)
         return grad
 
-    def pack_gradients(self, step: Step, grad: Tensor, buffers: Buffers) -> tuple[Tensor, list[int]]:
+    def pack_gradients(self, step: Step, grad: Tensor, divisor: int, buffers: Buffers) -> tuple[Tensor, list[int]]:
         """Of `grad` [B, columns] those that each rank wants, for itself and for its host."""
         batch, at = grad.shape[0], 0
         blocks = list(zip(self.columns.wanted, self.columns.wanted_by_host, strict=True))
         sizes = [batch * (own.width + of_host.width) for own, of_host in blocks]
         sent = buffers.take(sum(sizes), grad.device)
-        for block in blocks:
-            for runs, width in block:
-                if width:
-                    out = sent[at : at + batch * width].view(batch, width)
-                    pieces = []
-                    for low, high in runs:
-                        pieces.append(grad[:, low:high])
+        for runs, width in chain.from_iterable(blocks):
+            if width:
+                out = sent[at : at + batch * width].view(batch, width)
+                pieces = []
+                for low, high in runs:
+                    pieces.append(grad[:, low:high])
+                if self._in_single_runs:
+                    torch.div(pieces[0], divisor, out=out)
+                else:
                     torch.cat(pieces, dim=1, out=out)
-                    at += batch * width
+                at += batch * width
+        if divisor > 1 and not self._in_single_runs:
+            sent.div_(divisor)
         return sent, sizes
 
     def unpack_gradients(self, step: Step, received: Tensor) -> list[Tensor]:
@@ -404,12 +411,8 @@ class SequenceWire(Wire):
     def __init__(self, routes: Routes, rank: int, codec: Codec | None = None, codec_back: Codec | None = None) -> None:
         super().__init__(routes, rank, codec, codec_back)
         exchanged = [n for n in range(len(routes.lookups)) if n not in routes.dense_lookups]
-        slots = [
-            (slot, serving.streams[slot.stream])
-            for serving in routes.serving
-            for group in serving.groups
-            for slot in group.slots
-        ]
+        self._gradient_slots = [_slots_of(serving, ROWS, REPLICA) for serving in routes.serving]
+        slots = list(chain.from_iterable(self._gradient_slots))
         asked = [stream.lookup for _, stream in slots]
         whole = all(slot.columns == (0, routes.dims[slot.lookup]) for slot, _ in slots) and not routes.replicas
         # what comes is the result, or is it once it is brought from the order of buckets to that of the ids
@@ -419,7 +422,6 @@ class SequenceWire(Wire):
         self._by_bucket = whole and in_order and [cut.lookup for cut in routes.cuts] == exchanged
         self.lookups = asked if self._as_they_come else exchanged
         self._width = slots[0][0].width if slots else 0
-        self._gradient_slots = [_slots_of(serving, ROWS, REPLICA) for serving in routes.serving]
         # [W][groups] columns of rows that come back, 0 of replicas
         self._row_widths = [[group.row_width * (not group.is_replica) for group in s.groups] for s in routes.serving]
 
@@ -439,14 +441,14 @@ class SequenceWire(Wire):
         by_lookup = {**self._rows_by_lookup(step, received.split_with_sizes(step.row_sizes)), **replicated}
         return torch.cat([by_lookup[lookup] for lookup in self.lookups])
 
-    def pack_gradients(self, step: Step, grad: Tensor, buffers: Buffers) -> tuple[Tensor, list[int]]:
+    def pack_gradients(self, step: Step, grad: Tensor, divisor: int, buffers: Buffers) -> tuple[Tensor, list[int]]:
         """The rows of `grad` [ids of all `lookups`, D] that each rank wants."""
         if self._is_in_order(step):
             sizes = [sum(of_rank) * self._width for of_rank in step.ids_to_groups]
             if step.division is None or step.division.places is None:
-                # a copy: it is divided in place
-                return grad.reshape(-1).clone(), sizes
-            return torch.empty_like(grad).index_copy_(0, step.division.places.long(), grad).reshape(-1), sizes
+                return grad.reshape(-1) / divisor, sizes
+            sent = torch.empty_like(grad).index_copy_(0, step.division.places.long(), grad).reshape(-1)
+            return sent.div_(divisor) if divisor > 1 else sent, sizes
         of_lookup = self.by_lookup(step, grad)
         in_buckets: dict[int, Sequence[Tensor]] = {}
         flat, sizes = [grad.new_empty(0)], []
@@ -462,7 +464,8 @@ class SequenceWire(Wire):
                 flat.append(rows[:, slot.columns[0] : slot.columns[1]].reshape(-1))
                 size += rows.shape[0] * slot.width
             sizes.append(size)
-        return torch.cat(flat), sizes
+        sent = torch.cat(flat)
+        return sent.div_(divisor) if divisor > 1 else sent, sizes
 
     def unpack_gradients(self, step: Step, received: Tensor) -> list[Tensor]:
         """[n, width] of each group, [slot][source]: the transpose of `_rows_by_source`."""
@@ -538,11 +541,8 @@ def _joined(blocks: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[T
     """The parts of each block, one after another, and the size of each block."""
     flat, sizes = [torch.empty(0, device=device)], []
     for block in blocks:
-        size = 0
-        for part in block:
-            size += part.numel()
         flat += block
-        sizes.append(size)
+        sizes.append(sum(map(Tensor.numel, block)))
     return torch.cat(flat), sizes
 
 

@@ -249,7 +249,7 @@ def test_results_and_gradients_have_the_sizes_that_both_sides_expect(world: int)
     }
     wires = {rank: PooledWire(found.routes, rank) for rank in some}
     sizes = {
-        rank: wire.pack_gradients(found.sent[rank], torch.zeros(found.batches[rank], 26 * 128), Buffers())[1]
+        rank: wire.pack_gradients(found.sent[rank], torch.zeros(found.batches[rank], 26 * 128), 1, Buffers())[1]
         for rank, wire in wires.items()
     }
     for rank, wire in wires.items():
