@@ -15,7 +15,6 @@ from ..comms.env import ShardingEnv2D
 from ..comms.exchange import Exchange
 from .shards import LocalShards
 from .state import States, publish, take
-from .tables import LocalTables
 
 
 class ShardedFusedOptimizer(FusedOptimizer):
@@ -34,24 +33,30 @@ class ShardedFusedOptimizer(FusedOptimizer):
         self._prefix, self._shards, self._local, self._values = prefix, shards, shards.tables, states
         self.accumulation = shards.tables.accumulation
         self.resplit: str | None = None
-        names: dict[OptimizerSpec, list[str]] = {}
-        for table in states.tables.values():
-            if table.optimizer is not None:
-                names.setdefault(table.optimizer, []).append(table.name)
-        self._specs = list(names)
+        tables = states.tables.values()
+        self._specs = [spec for spec in dict.fromkeys(table.optimizer for table in tables) if spec is not None]
         # the rates that tables train by, until a step passes others on
-        self._rates = [spec.lr for spec in names]
-        self._begin([(tables, _groups(shards.tables, spec), spec.lr) for spec, tables in names.items()])
+        self._rates = [spec.lr for spec in self._specs]
+        self._begin(
+            [
+                ([table.name for table in tables if table.optimizer == spec], self._groups(spec), spec.lr)
+                for spec in self._specs
+            ]
+        )
 
     def follow_plan(self, shards: LocalShards, states: States) -> None:
         """Go on with these groups of the same tables; learning rates stay."""
         self._shards, self._local, self._values = shards, shards.tables, states
         self._local.accumulate_as(self.accumulation)
-        self._steered = [_groups(self._local, spec) for spec in self._specs]
+        self._steered = list(map(self._groups, self._specs))
         for groups, rate in zip(self._steered, self._rates, strict=True):
             for group in groups:
                 group.set_lr(rate)
         self._follow()
+
+    def _groups(self, spec: OptimizerSpec) -> list[TableGroup]:
+        """This rank's groups of tables with an optimizer."""
+        return [group for group in self._local.groups if group.optimizer == spec]
 
     def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
         """The p-norm of all gradients that wait, of all ranks, as one vector (0-dim, fp32), the same bits on all ranks.
@@ -77,9 +82,8 @@ class ShardedFusedOptimizer(FusedOptimizer):
         return self._local.parameters[table]
 
     def _states(self, table: str) -> dict[str, Any] | None:
-        if not self._values.homes(table):
-            return None
-        return {key: publish(value, self._values.env) for key, value in self._values.states(table).items()}
+        states = {key: publish(value, self._values.env) for key, value in self._values.states(table).items()}
+        return states if self._values.homes(table) else None
 
     def _prepare_states(self, theirs: Mapping[str, Any]) -> Callable[[], None]:
         here = [table for tables in self._tables for table in tables if self._values.homes(table)]
@@ -105,7 +109,3 @@ class ShardedFusedOptimizer(FusedOptimizer):
                 fill()
 
         return fill
-
-
-def _groups(local_tables: LocalTables, spec: OptimizerSpec) -> list[TableGroup]:
-    return [group for group in local_tables.groups if group.optimizer == spec]

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shardwise.embeddings import TableGroup
 from shardwise.kernels import rule_named
 
 from ...planner.layout import Shard, Span, TableOptions
 from ..comms.agreement import Facts, agree
 from ..comms.exchange import Exchange
 from ..plan.plan import ParameterSharding, options_of, shards_of
-from .routes import Routes, Table
-from .state import Box, States, overlap, part_of, volume
+from .routes import Routes
+from .row_state import exchange_pieces
+from .state import Box, States, overlap
 from .tables import LocalTables, facts_of_replicas
 
 if TYPE_CHECKING:
@@ -74,12 +73,15 @@ def reshard_by_plan(
         unknown = sorted(set(changes) - set(tables))
         if unknown:
             raise ValueError(f"the plan names tables {unknown}, the module has {sorted(tables)}")
-        shards: list[Shard] = []
-        for name, table in tables.items():
-            if name in changes:
-                shards += shards_of(name, changes[name], table.rows, table.dim, collection._env.world_size)
-            else:
-                shards += collection.states.shards[name]
+        shards = [
+            shard
+            for name, table in tables.items()
+            for shard in (
+                shards_of(name, changes[name], table.rows, table.dim, collection._env.world_size)
+                if name in changes
+                else collection.states.shards[name]
+            )
+        ]
         return shards, {name: options_of(placement) for name, placement in changes.items()}
 
     _go_over(collection, chosen, resplit)
@@ -100,22 +102,25 @@ def changes_of(
     else:
         changes = dict(given) if path is None else {name: given[name] for name in given if name == path}
     if set(changes) - set(paths) or not changes:
-        asked = sorted(changes) or path
         raise ValueError(
-            f"modules {asked} are to be resharded: the model has {sorted(paths)}, the plan {sorted(given)}"
+            f"modules {sorted(changes) or path} are to be resharded: the model has {sorted(paths)}, the plan"
+            f" {sorted(given)}"
         )
     return changes
 
 
 def mebibytes(plan: Mapping[str, ParameterSharding]) -> float:
     """The volume of tables in fp32, as TorchRec counts it."""
-    cuts = [
-        shard.shard_sizes
-        for placement in plan.values()
-        if placement.sharding_spec
-        for shard in placement.sharding_spec.shards
-    ]
-    return sum(rows * cols for rows, cols in cuts) * 4 / 2**20
+    return (
+        4
+        / 2**20
+        * sum(
+            shard.shard_sizes[0] * shard.shard_sizes[1]
+            for placement in plan.values()
+            if placement.sharding_spec
+            for shard in placement.sharding_spec.shards
+        )
+    )
 
 
 def _go_over(
@@ -123,7 +128,7 @@ def _go_over(
     choose: Callable[[], tuple[list[Shard], dict[str, TableOptions]]],
     resplit: str | None,
 ) -> None:
-    old, rank, device = collection.states, collection._env.rank, collection.device
+    old, exchange, device = collection.states, collection._exchange, collection.device
 
     def make() -> tuple[tuple[Routes, LocalTables, States], Facts]:
         if resplit not in (None, "mean"):
@@ -138,182 +143,97 @@ def _go_over(
             raise ValueError("gradients wait for a step: call step() or zero_grad() of the fused optimizer first")
         tables = [replace(table, options=options.get(name, table.options)) for name, table in old.tables.items()]
         routes, facts = collection._plan(tables, shards)
-        local_tables = LocalTables(routes, rank, device, collection._policy, None)
+        local_tables = LocalTables(routes, old.env.rank, device, collection._policy, None)
         local_tables.matrices()
-        new = States(routes, local_tables, collection._env)
-        for table in tables:
-            _require_same_training(table, old, new, collection.parameter(table.name).requires_grad)
-            if resplit is None:
-                _require_same_columns(table.name, old, new)
+        new = States(routes, local_tables, old.env)
+        for name, table in new.tables.items():
+            stays = old.is_replicated(name) and new.is_replicated(name)
+            if table.optimizer is None and collection.parameter(name).requires_grad and not stays:
+                raise ValueError(
+                    f"table {name!r} is replicated and trained by its gradient: an optimizer in the backward, applied"
+                    " before sharding, would let it be cut"
+                )
+            before = set(_columns_of(old, name).values())
+            strange = sorted(set(_columns_of(new, name).values()) - before)
+            if strange and resplit is None:
+                raise ValueError(
+                    f"table {name!r}: its optimizer has a number for each row of columns {sorted(before)}, the new plan"
+                    f" wants them for columns {strange}: resplit='mean' takes the mean over columns, and tables with"
+                    " row_state='table' have one number for whole rows"
+                )
         return (routes, local_tables, new), {
             **facts,
             **facts_of_replicas(tables, shards, device),
             "resplit": str(resplit),
         }
 
-    exchange = collection._exchange
     (routes, local_tables, new), number = agree(exchange, device, make)
     _carry_steps(old, new, routes, exchange, device)
-    with torch.no_grad():
-        for name in new.tables:
-            _Carried(name, old, new, device).go(exchange)
+    for name in new.tables:
+        _carry(name, old, new, exchange, device)
     local_tables.take_parameters(collection._tables)
     collection._settle(routes, number, local_tables)
     collection.fused_optimizer.follow_plan(collection.shards, collection.states)
 
 
-def _require_same_training(table: Table, old: States, new: States, trained: bool) -> None:
-    if table.optimizer is None and trained and not (old.is_replicated(table.name) and new.is_replicated(table.name)):
-        raise ValueError(
-            f"table {table.name!r} is replicated and trained by its gradient: an optimizer in the backward, applied"
-            " before sharding, would let it be cut"
-        )
-
-
 def _columns_of(states: States, name: str) -> dict[Span, Span]:
-    """For each column block the columns that its numbers per row were made of."""
-    table, strips = states.tables[name], states.strips(name)
-    whole = table.options.row_state == "table"
-    return {strip: (0, table.dim) if whole else strip for strip in strips}
+    """For each column block the columns that its numbers per row, if it has any, were made of."""
+    table = states.tables[name]
+    if table.optimizer is None or "row" not in rule_named(table.optimizer.rule).kinds:
+        return {}
+    return {strip: (0, table.dim) if table.options.row_state == "table" else strip for strip in states.strips(name)}
 
 
-def _row_states(table: Table) -> list[bool]:
-    """For each optimizer state whether it is one number a row."""
-    return [] if table.optimizer is None else [kind == "row" for kind in rule_named(table.optimizer.rule).kinds]
-
-
-def _require_same_columns(name: str, old: States, new: States) -> None:
-    if any(_row_states(old.tables[name])):
-        before = set(_columns_of(old, name).values())
-        strange = sorted(set(_columns_of(new, name).values()) - before)
-        if strange:
-            raise ValueError(
-                f"table {name!r}: its optimizer has a number for each row of columns {sorted(before)}, the new plan"
-                f" wants them for columns {strange}: resplit='mean' takes the mean over columns, and tables with"
-                " row_state='table' have one number for whole rows"
-            )
-
-
-def cell_moves(name: str, old: States, new: States) -> list[Move]:
-    """How the cells of a table move, new shard by new shard."""
-    moves = []
+def moves_of(name: str, old: States, new: States) -> list[Move]:
+    """How the cells of a table move, and its numbers per row: new shard by new shard."""
+    moves, after = [], _columns_of(new, name)
+    # of column blocks that have the same numbers the first gives them
+    givers = {columns: strip for strip, columns in reversed(_columns_of(old, name).items())}
+    columns_of_givers = {strip: columns for columns, strip in givers.items()}
     for target in new.shards[name]:
-        for source in _sources(old, name, target):
-            box = overlap((source.rows, source.cols), (target.rows, target.cols))
-            if box is not None:
-                moves.append(Move(source, target, box))
+        for source in old.shards[name]:
+            # of a replicated table each rank takes from its own
+            if old.is_replicated(name) and source.rank != target.rank:
+                continue
+            cells = overlap((source.rows, source.cols), (target.rows, target.cols))
+            if cells is not None:
+                moves.append(Move(source, target, cells))
+            if source.cols in columns_of_givers:
+                columns, wanted = columns_of_givers[source.cols], after[target.cols]
+                shared = overlap((source.rows, columns), (target.rows, wanted))
+                # one column block has them as they are, or each has a part
+                if shared is not None and (columns == wanted or wanted not in givers):
+                    rows, (low, high) = shared[:1], shared[1]
+                    moves.append(Move(source, target, rows, (high - low) / (wanted[1] - wanted[0])))
     return moves
 
 
-def row_moves(name: str, old: States, new: States) -> list[Move]:
-    """How its numbers per row move."""
-    moves, before, after = [], _columns_of(old, name), _columns_of(new, name)
-    for target in new.shards[name]:
-        wanted = after[target.cols]
-        same = [strip for strip, columns in before.items() if columns == wanted]
-        # one column block has them as they are, or each has a part
-        strips = same[:1] or [strip for strip in _distinct(before) if overlap((before[strip],), (wanted,))]
-        for source in _sources(old, name, target):
-            rows = overlap((source.rows,), (target.rows,))
-            if source.cols in strips and rows is not None:
-                ((low, high),) = overlap((before[source.cols],), (wanted,)) or ((0, 0),)
-                moves.append(Move(source, target, rows, (high - low) / (wanted[1] - wanted[0])))
-    return moves
-
-
-def _distinct(columns: Mapping[Span, Span]) -> list[Span]:
-    """Column blocks, only the first of those that have the same numbers."""
-    first: dict[Span, Span] = {}
-    for strip, made_of in columns.items():
-        first.setdefault(made_of, strip)
-    return list(first.values())
-
-
-def _sources(old: States, name: str, target: Shard) -> list[Shard]:
-    """Old shards that a new one takes from: of a replicated table its own rank's."""
-    shards = old.shards[name]
-    return [s for s in shards if s.rank == target.rank] if old.is_replicated(name) else shards
-
-
-class _Carried:
-    """One table on its way from its old shards to the new ones."""
-
-    def __init__(self, name: str, old: States, new: States, device: torch.device) -> None:
-        self._rank, self._device = old.env.rank, device
-        self._old = {shard: (group, number) for shard, group, number in old.homes(name)}
-        self._new = {shard: (group, number) for shard, group, number in new.homes(name)}
-        self._is_row = _row_states(old.tables[name])
-        self._moves = [(move, False) for move in cell_moves(name, old, new)]
-        if any(self._is_row):
-            self._moves += [(move, True) for move in row_moves(name, old, new)]
-
-    def go(self, exchange: Exchange) -> None:
-        """Send, receive and fill; all ranks together."""
-        me, world = self._rank, exchange.world_size
-        sent: list[list[Tensor]] = [[] for _ in range(world)]
-        sizes = [0] * world
-        travels = False
-        for move, per_row in self._moves:
-            if move.source.rank == move.target.rank:
-                continue
-            travels = True
-            if move.source.rank == me:
-                sent[move.target.rank] += self._taken(move, per_row)
-            elif move.target.rank == me:
-                sizes[move.source.rank] += self._values(per_row) * volume(move.box)
-        came = [torch.empty(0)] * world
-        if travels:
-            flat = [tensor for part in sent for tensor in part]
-            send = torch.cat(flat) if flat else torch.empty(0, device=self._device)
-            pending = exchange.rows(send, [sum(t.numel() for t in part) for part in sent], sizes)
-            came = list(torch.split(pending.wait(), sizes))
-        self._clear_means()
-        at = [0] * world
-        for move, per_row in self._moves:
-            if move.target.rank != me:
-                continue
-            if move.source.rank == me:
-                pieces = self._taken(move, per_row)
-            else:
-                size, source = volume(move.box), move.source.rank
-                cuts = list(accumulate([size] * self._values(per_row), initial=at[source]))
-                at[source] = cuts[-1]
-                pieces = [came[source][begin : begin + size] for begin in cuts[:-1]]
-            self._give(move, per_row, pieces)
-
-    def _values(self, per_row: bool) -> int:
-        """How many numbers each cell, or row, of a move has."""
-        return sum(self._is_row) if per_row else 1 + len(self._is_row) - sum(self._is_row)
-
-    def _tensors(self, home: tuple[TableGroup, int], per_row: bool) -> list[Tensor]:
-        group, number = home
-        states = [state for name, state in group.state_views(number).items() if name != "step"]
-        picked = [state for state, is_row in zip(states, self._is_row, strict=True) if is_row == per_row]
-        return picked if per_row else [group.view(number), *picked]
-
-    def _taken(self, move: Move, per_row: bool) -> list[Tensor]:
-        """Numbers of a move out of an old shard, flat fp32."""
-        box = _cells(move.source, per_row)
-        return [part_of(t, box, move.box).float().flatten() for t in self._tensors(self._old[move.source], per_row)]
-
-    def _give(self, move: Move, per_row: bool, pieces: Sequence[Tensor]) -> None:
-        box = _cells(move.target, per_row)
-        for tensor, piece in zip(self._tensors(self._new[move.target], per_row), pieces, strict=True):
-            place = part_of(tensor, box, move.box)
-            if move.share == 1:
-                place.copy_(piece.view(place.shape))
-            else:
-                place.add_(piece.view(place.shape), alpha=move.share)
-
-    def _clear_means(self) -> None:
-        for move, per_row in self._moves:
-            if move.share != 1 and move.target.rank == self._rank:
-                for tensor in self._tensors(self._new[move.target], per_row):
-                    part_of(tensor, _cells(move.target, per_row), move.box).zero_()
-
-
-def _cells(shard: Shard, per_row: bool) -> Box:
-    return (shard.rows,) if per_row else (shard.rows, shard.cols)
+@torch.no_grad()
+def _carry(name: str, old: States, new: States, exchange: Exchange, device: torch.device) -> None:
+    """Have a table's numbers go from its old shards into the new ones; all ranks together."""
+    rank, moves = old.env.rank, moves_of(name, old, new)
+    # for each rank: views of what it gets, and how much of what comes from it belongs together
+    pieces: list[list[Tensor]] = [[] for _ in range(exchange.world_size)]
+    sizes: list[list[int]] = [[] for _ in range(exchange.world_size)]
+    arriving: list[tuple[Tensor, Move]] = []
+    for move in moves:
+        if move.source.rank == rank:
+            pieces[move.target.rank] += old.parts(move.source, move.box)
+        if move.target.rank == rank:
+            places = new.parts(move.target, move.box)
+            sizes[move.source.rank] += [place.numel() for place in places]
+            arriving += [(place, move) for place in places]
+    travels = any(move.source.rank != move.target.rank for move in moves)
+    came = exchange_pieces(exchange.rows, rank, pieces, sizes, device) if travels else list(map(iter, pieces))
+    # a mean is added up, share by share
+    for place in [place for place, move in arriving if move.share != 1]:
+        place.zero_()
+    for place, move in arriving:
+        piece = next(came[move.source.rank]).view(place.shape)
+        if move.share == 1:
+            place.copy_(piece)
+        else:
+            place.add_(piece, alpha=move.share)
 
 
 def _carry_steps(old: States, new: States, routes: Routes, exchange: Exchange, device: torch.device) -> None:
@@ -322,16 +242,15 @@ def _carry_steps(old: States, new: States, routes: Routes, exchange: Exchange, d
     Raises:
         ValueError: tables that would count together saw different numbers, and their rule reads it.
     """
-    # host sync: a rank that gets a table cannot know its count
+    # host sync: a rank that gets a table cannot know its count; -1 where a rank has no rows
     own_steps = [max([int(group.step) for _, group, _ in old.homes(name)], default=-1) for name in old.tables]
     of_ranks = exchange.gather(own_steps, device) if own_steps else []
-    # counts are never below -1
-    steps = dict(zip(old.tables, map(max, *of_ranks, [-1] * len(own_steps)), strict=True))
+    steps = dict(zip(old.tables, map(max, zip(*of_ranks, strict=True)), strict=True))
     for serving in routes.serving:
         for part in serving.groups:
             # tables that no feature looks up are never updated
-            names = sorted({shard.table for shard in part.shards if old.tables[shard.table].features})
-            counts = {name: steps[name] for name in names if steps[name] >= 0}
+            names = sorted({shard.table for shard in part.shards})
+            counts = {name: steps[name] for name in names if old.tables[name].features and steps[name] >= 0}
             spec = old.tables[part.shards[0].table].optimizer
             if spec is not None and rule_named(spec.rule).counts_steps and len(set(counts.values())) > 1:
                 raise ValueError(

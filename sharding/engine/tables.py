@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +16,6 @@ from shardwise.embeddings import (
     GradientCheckMode,
     LookupFeature,
     LookupPolicy,
-    OptimizerSpec,
     RowStore,
     TableGroup,
     TableShape,
@@ -34,6 +34,8 @@ Mark: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 # a group's tables -> the store of their rows
 Stores: TypeAlias = Callable[[Sequence[TableShape]], RowStore]
+# a shard on this rank: table number `number` of a group
+Home: TypeAlias = tuple[Shard, TableGroup, int]
 
 
 def tables_of(
@@ -47,13 +49,12 @@ def tables_of(
     replicated = {shard.table for shard in shards if shard.replica}
     tables, marks = [], []
     for config, param in zip(module._configs, module._table_parameters(), strict=True):
-        mark = optimizer_of(param) if param.requires_grad else None
-        if mark is None and param.requires_grad and config.name not in replicated:
-            mark = default_optimizer
-        spec: OptimizerSpec | None = None if mark is None else optimizer_spec(*mark, table=config.name)
+        default = None if config.name in replicated else default_optimizer
+        mark = (optimizer_of(param) or default) if param.requires_grad else None
         tables.append(
             Table(
-                config.name, config.num_embeddings, config.embedding_dim, param.dtype, spec,
+                config.name, config.num_embeddings, config.embedding_dim, param.dtype,
+                None if mark is None else optimizer_spec(*mark, table=config.name),
                 tuple(config.feature_names), module._is_averaged(config), options.get(config.name, TableOptions()),
                 config.name in mapped, mapped.get(config.name),
             )
@@ -70,12 +71,11 @@ def facts_of_replicas(tables: Iterable[Table], shards: Iterable[Shard], device: 
     replicated = {shard.table for shard in shards if shard.replica} if device.type == "cpu" else set()
     facts = {}
     for table in tables:
-        if table.name not in replicated or table.optimizer is None or rule_named(table.optimizer.rule).is_exact:
-            continue
-        by, processor = numba_loops.arithmetic()
-        what = f"the updates of replicated table {table.name!r} ({table.optimizer.rule})"
-        facts[f"arithmetic of {what}; the same numba on all ranks or SHARDWISE_NUMBA=0 on all mends it"] = by
-        facts[f"{MAY_DIFFER}of {what}"] = processor
+        if table.name in replicated and table.optimizer is not None and not rule_named(table.optimizer.rule).is_exact:
+            by, processor = numba_loops.arithmetic()
+            what = f"the updates of replicated table {table.name!r} ({table.optimizer.rule})"
+            facts[f"arithmetic of {what}; the same numba on all ranks or SHARDWISE_NUMBA=0 on all mends it"] = by
+            facts[f"{MAY_DIFFER}of {what}"] = processor
     return facts
 
 
@@ -96,8 +96,16 @@ class LocalTables:
         self.groups = [self._table_group(group, serving, device) for group in serving.groups]
         self.dense = [self._table_group(group, None, device) for group in routes.dense]
         self.members = [*serving.groups, *routes.dense]
+        # every shard with its group and its number there
+        self.homes: list[Home] = [
+            (shard, group, number)
+            for group, part in zip(self.all_groups(), self.members, strict=True)
+            for number, shard in enumerate(part.shards)
+        ]
         self.replicas = [g for g, part in zip(self.groups, serving.groups, strict=True) if part.is_replica]
         self.parameters: dict[str, nn.Parameter] = {}
+        # what a parameter is of a table that other ranks hold
+        self._empty = torch.empty(0, device=device)
         self.device = device
         self.accumulate_as(Accumulation())
 
@@ -108,8 +116,7 @@ class LocalTables:
             group.accumulation = accumulation
 
     def _table_group(self, group: Group, serving: Serving | None, device: torch.device) -> TableGroup:
-        by_name = {table.name: table for table in self._routes.tables}
-        first = by_name[group.shards[0].table]
+        first = next(table for table in self._routes.tables if table.name == group.shards[0].table)
         shapes = [
             TableShape(
                 shard.table, shard.rows[1] - shard.rows[0], shard.cols[1] - shard.cols[0],
@@ -117,15 +124,20 @@ class LocalTables:
             )
             for shard in group.shards
         ]  # fmt: skip
-        lookups = []
-        for slot in group.slots:
-            # the average of a bag whose ids are divided is taken where all of them are
-            whole = serving is None or serving.streams[slot.stream].cut is None
-            mean = by_name[group.shards[slot.shard].table].mean and whole
-            lookups.append(LookupFeature(self._routes.lookups[slot.lookup][0], slot.shard, mean))
+        lookups = [
+            LookupFeature(
+                self._routes.features[slot.lookup],
+                slot.shard,
+                # the average of a bag whose ids are divided is taken where all of them are
+                self._routes.table_of(slot.lookup).mean
+                and (serving is None or serving.streams[slot.stream].cut is None),
+            )
+            for slot in group.slots
+        ]
+        store = None if self._stores is None else self._stores(shapes)
         return TableGroup(
             shapes, lookups, dtype=first.dtype, device=device, optimizer=first.optimizer, policy=self._policy,
-            store=None if self._stores is None else self._stores(shapes),
+            store=store,
         )  # fmt: skip
 
     def all_groups(self) -> list[TableGroup]:
@@ -139,20 +151,20 @@ class LocalTables:
         Raises:
             ValueError: shards of a table on this rank are no matrix.
         """
-        configs = {config.name: config for config in module._configs}
-        old = dict(zip(configs, module._table_parameters(), strict=True))
-        for name, before in old.items():
-            self.parameters[name] = nn.Parameter(torch.empty(0, device=self.device), before.requires_grad)
-        for group, part in zip(self.all_groups(), self.members, strict=True):
-            for number, shard in enumerate(part.shards):
-                view, before, init_fn = group.view(number), old[shard.table], configs[shard.table].init_fn
-                if not before.is_meta:
-                    view.copy_(before[slice(*shard.rows), slice(*shard.cols)])
-                elif init_fn is not None and view.numel():
-                    init_fn(view)
+        given = {
+            config.name: (config, weight)
+            for config, weight in zip(module._configs, module._table_parameters(), strict=True)
+        }
+        self.parameters = {name: nn.Parameter(self._empty, weight.requires_grad) for name, (_, weight) in given.items()}
+        for shard, group, number in self.homes:
+            view, (config, weight) = group.view(number), given[shard.table]
+            if not weight.is_meta:
+                view.copy_(weight[slice(*shard.rows), slice(*shard.cols)])
+            elif config.init_fn is not None and view.numel():
+                config.init_fn(view)
         self._place_parameters()
-        for group, part in zip(self.all_groups(), self.members, strict=True):
-            for number in range(len(part.shards)) if part.is_replica else ():
+        for shard, group, number in self.homes:
+            if shard.replica:
                 exchange.broadcast(group.view(number))
         for table, mark in zip(self._routes.tables, marks, strict=True):
             if mark is not None:
@@ -160,17 +172,15 @@ class LocalTables:
 
     def frozen_tables(self) -> int:
         """A number that tells which parameters want no gradient; every rank has one for each table."""
-        bits = 0
-        for number, param in enumerate(self.parameters.values()):
-            bits |= (not param.requires_grad) << number
-        return bits
+        return sum((not param.requires_grad) << number for number, param in enumerate(self.parameters.values()))
 
     def _place_parameters(self) -> None:
-        """Make each parameter a view of its shards."""
-        for group, part in zip(self.all_groups(), self.members, strict=True):
-            group.parameters = [self.parameters[shard.table] for shard in part.shards]
-        for name, matrix in self.matrices().items():
-            self.parameters[name].data = matrix
+        """Make each parameter a view of its shards; their gradients stay."""
+        for group in self.all_groups():
+            group.parameters = [self.parameters[shape.name] for shape in group.tables]
+        matrices = self.matrices()
+        for name, param in self.parameters.items():
+            param.data = matrices.get(name, self._empty)
 
     def matrices(self) -> dict[str, Tensor]:
         """The shards of each table on this rank, one below the other.
@@ -179,29 +189,25 @@ class LocalTables:
             ValueError: they are no matrix.
         """
         views: dict[str, list[Tensor]] = {}
-        for group, part in zip(self.all_groups(), self.members, strict=True):
-            for number, shard in enumerate(part.shards):
-                views.setdefault(shard.table, []).append(group.view(number))
+        for shard, group, number in self.homes:
+            views.setdefault(shard.table, []).append(group.view(number))
         return {name: _stacked(name, of_table) for name, of_table in views.items()}
 
     def take_parameters(self, other: LocalTables) -> None:
         """Make the parameters of another, the very objects, views of these shards; gradients stay."""
         self.parameters = other.parameters
-        for param in self.parameters.values():
-            param.data = torch.empty(0, device=self.device)
         self._place_parameters()
 
     def move(self, fn: Callable[[Tensor], Tensor]) -> None:
         """`nn.Module._apply` for all groups."""
         for group in self.all_groups():
             group.move(fn)
-        empty = fn(torch.empty(0, device=self.device))
-        self.device = empty.device
-        for param in self.parameters.values():
-            grad = None if param.grad is None else fn(param.grad)
-            param.data = empty
-            param.grad = grad
+        self._empty = fn(self._empty)
+        self.device = self._empty.device
         self._place_parameters()
+        for param in self.parameters.values():
+            if param.grad is not None:
+                param.grad = fn(param.grad)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -210,25 +216,19 @@ class LocalTables:
 
     def children(self) -> nn.ModuleDict:
         """The parameters under the names of the unsharded module."""
-        children = nn.ModuleDict()
+        children = nn.ModuleDict({name: nn.Module() for name in self.parameters})
         for name, param in self.parameters.items():
-            children[name] = nn.Module()
             children[name].register_parameter("weight", param)
         return children
 
 
 def _stacked(name: str, views: Sequence[Tensor]) -> Tensor:
     """Several shards of one table as one matrix, a view of what they are views of."""
-    first = views[0]
-    if len(views) == 1:
-        return first
-    views = [view for view in views if view.numel()] or [first]
-    first = views[0]
-    ends = [view.data_ptr() + view.numel() * view.element_size() for view in views]
-    adjacent = all(view.data_ptr() == end for view, end in zip(views[1:], ends, strict=False))
+    views = [view for view in views if view.numel()] or views[:1]
+    adjacent = all(a.data_ptr() + a.numel() * a.element_size() == b.data_ptr() for a, b in pairwise(views))
     if not adjacent or len({view.shape[1] for view in views}) > 1:
         raise ValueError(
             f"table {name!r}: its shards on one rank, {[list(view.shape) for view in views]}, are no matrix together;"
             " give those of a rank the same number of columns"
         )
-    return first.as_strided((sum(view.shape[0] for view in views), first.shape[1]), first.stride())
+    return views[0].as_strided((sum(view.shape[0] for view in views), views[0].shape[1]), views[0].stride())

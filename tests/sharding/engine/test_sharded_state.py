@@ -31,10 +31,12 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, ShardingEnv
 from shardwise.embeddings import RowWiseAdagrad
+from shardwise.jagged import KeyedJaggedTensor
 from shardwise.planner.layout import (
     Shard,
     TableOptions,
     column_wise,
+    data_parallel,
     row_wise,
 )
 from shardwise.sharding import ShardedEmbeddingBagCollection
@@ -286,6 +288,22 @@ def test_one_process_without_a_group_publishes_whole_tables() -> None:
     states = sharded.fused_optimizer.state_dict()["state"].values()
     sizes = {key: tuple(value.shape) for values in states for key, value in values.items()}
     assert sizes == {"a.momentum1": (6,), "b.momentum1": (6,), "c.momentum1": (6,)}
+
+
+def test_a_gradient_moves_with_its_replicated_table() -> None:
+    """`.to()` after a backward emptied the parameter before it gave it its gradient, which torch refused."""
+    module = EmbeddingBagCollection([EmbeddingBagConfig(4, 2, "a", feature_names=["f"])])
+    env = ShardingEnv.from_local(1, 0)
+    shards = data_parallel("a", 4, 2, 1)
+    model = ShardedEmbeddingBagCollection(
+        module, shards, env, torch.device("cpu"), default_optimizer=(torch.optim.SGD, {"lr": 0.1})
+    )
+    features = KeyedJaggedTensor(["f"], torch.tensor([1, 3, 3]), lengths=torch.tensor([1, 2]))
+    model(features).wait().values().sum().backward()
+    model.half()
+    (parameter,) = model.parameters()
+    assert parameter.grad is not None and parameter.dtype == parameter.grad.dtype == torch.float16
+    assert parameter.grad.tolist() == [[0, 0], [1, 1], [0, 0], [2, 2]]
 
 
 def schedule() -> list[float]:
