@@ -106,7 +106,7 @@ class FormatCodec(Codec):
             return payload.flatten(), bytes_per_block
         rows, zeros = [_rows(format, n) for n in sizes], payload.new_zeros(3)
         pieces: list[Tensor] = []
-        for n, values, scale in zip(sizes, payload.split(rows), scales.split(rows), strict=True):
+        for n, values, scale in zip(sizes, torch.split(payload, rows), torch.split(scales, rows), strict=True):
             # without what filled the tail row up
             for part in (values.flatten()[: _payload(format, n)], scale.flatten()):
                 pieces += [part, zeros[: -part.shape[0] % 4]]
