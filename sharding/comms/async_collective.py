@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import reduce
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -62,19 +63,47 @@ def torchrec_use_sync_collectives() -> Iterator[None]:
         set_use_sync_collectives(before)
 
 
+class _OneWay:
+    """Numbers on their way between ranks, as `rows` of an exchange or its transpose takes them."""
+
+    def __init__(
+        self, rows: Callable[..., Pending], send_sizes: Sequence[int], sizes: Sequence[int], codec: Codec | None
+    ) -> None:
+        self._rows, self._send_sizes, self._sizes = rows, send_sizes, sizes
+        self._codec = codec if codec is not None and codec.compresses else None
+        self._pending: Pending | None = None
+
+    def start(self, values: Tensor) -> None:
+        flag, values = None, values.contiguous()
+        if self._codec is not None:
+            values = values.to(torch.float32)
+            # all ranks are told of what does not fit, in the bytes of the exchange itself
+            flag = self._codec.overflows(values).to(torch.int32).view(1)
+        self._pending = self._rows(values, self._send_sizes, self._sizes, codec=self._codec, flag=flag)
+
+    def finish(self) -> Tensor:
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        came = pending.wait()
+        if any(pending.flags):
+            assert self._codec is not None
+            ranks = [rank for rank, flag in enumerate(pending.flags) if flag]
+            raise OverflowError(
+                f"ranks {ranks}: a number is too large for the compressed exchange ({self._codec.name}): choose a wider"
+                " format or a smaller loss scale"
+            )
+        return came
+
+
 class Request(Awaitable[Tensor]):
     """A tensor that is on its way to this rank."""
 
-    def __init__(self, collective: PendingCollective, token: Tensor, after: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, token: Tensor, ways: tuple[_OneWay, _OneWay], after: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._collective, self._token, self._after = collective, token, after
-        self._grad = torch.is_grad_enabled()
+        self._token, self._ways, self._after = token, ways, after
 
     def _wait_impl(self) -> Tensor:
-        # whoever waits under no_grad must not take the gradient from others
-        with torch.set_grad_enabled(self._grad):
-            came: Tensor = _Finish.apply(self._token, self._collective)  # type: ignore[no-untyped-call]
-            return self._after(came)
+        return self._after(_Finish.apply(self._token, *self._ways))  # type: ignore[no-untyped-call]
 
 
 def exchanged(
@@ -88,9 +117,13 @@ def exchanged(
     """Send `send_sizes[r]` numbers of `values` to each rank r; the result is `after` of the flat tensor that came."""
     if exchange.alone:
         return NoWait(values)
-    collective = PendingCollective(exchange, list(send_sizes), list(sizes), values, codecs)
-    token: Tensor = _Start.apply(values.reshape(-1), collective)  # type: ignore[no-untyped-call]
-    request = Request(collective, token, after)
+    codec, codec_back = (None, None) if codecs is None else codec_pair(codecs, values.device)
+    ways = (
+        _OneWay(exchange.rows, send_sizes, sizes, codec),
+        _OneWay(exchange.rows_transpose, sizes, send_sizes, codec_back),
+    )
+    token: Tensor = _Start.apply(values.reshape(-1), *ways, exchange.world_size)  # type: ignore[no-untyped-call]
+    request = Request(token, ways, after)
     if _sync_collectives:
         request.wait()
     return request
@@ -103,90 +136,21 @@ def summed(
     if exchange.alone:
         return NoWait(values.reshape(shape))
     local = sizes[exchange.rank]
-
-    def add(came: Tensor) -> Tensor:
-        parts = came.view(exchange.world_size, local).unbind()
-        return _in_order(parts).view(shape)
-
-    return exchanged(exchange, values, sizes, [local] * exchange.world_size, add, codecs)
+    world = exchange.world_size
+    return exchanged(
+        exchange, values, sizes, [local] * world, lambda came: _in_order(came.view(world, local)).view(shape), codecs
+    )
 
 
-def _in_order(parts: Sequence[Tensor]) -> Tensor:
-    """Their sum, rank after rank; fp16 and bf16 are added in fp32 and rounded once."""
-    dtype = parts[0].dtype
-    wide = torch.float32 if dtype.itemsize < 4 else dtype
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = total + part.to(wide)
-    return total.to(dtype)
+def _in_order(parts: Tensor) -> Tensor:
+    """The sum of parts [W, n], rank after rank; fp16 and bf16 are added in fp32 and rounded once."""
+    wide = parts.to(torch.float32 if parts.dtype.itemsize < 4 else parts.dtype)
+    return reduce(torch.add, wide.unbind()).to(parts.dtype)
 
 
 def copies(values: Tensor, count: int) -> Tensor:
     """Flat `values` for each of `count` ranks, one after another; gradients add up in the order of the ranks."""
-    made: Tensor = _Copies.apply(values, count)  # type: ignore[no-untyped-call]
-    return made
-
-
-class PendingCollective:
-    """One exchange and its transpose: where numbers go, and what is on its way."""
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        send_sizes: list[int],
-        sizes: list[int],
-        like: Tensor,
-        codecs: QuantizedCommCodecs | None,
-    ) -> None:
-        self.exchange, self.send_sizes, self.sizes = exchange, send_sizes, sizes
-        self.dtype, device = like.dtype, like.device
-        pair = (None, None) if codecs is None else codec_pair(codecs, device)
-        self.codec, self.codec_back = (codec if codec is not None and codec.compresses else None for codec in pair)
-        self._pending: Pending | None = None
-        self._pending_back: Pending | None = None
-
-    def start(self, values: Tensor) -> None:
-        wide, flag = _prepared(values, self.codec)
-        self._pending = self.exchange.rows(wide, self.send_sizes, self.sizes, codec=self.codec, flag=flag)
-
-    def end(self) -> Tensor:
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        return _taken(pending, self.codec).to(self.dtype)
-
-    def start_back(self, grad: Tensor) -> None:
-        wide, flag = _prepared(grad, self.codec_back)
-        self._pending_back = self.exchange.rows_transpose(
-            wide, self.sizes, self.send_sizes, codec=self.codec_back, flag=flag
-        )
-
-    def end_back(self) -> Tensor:
-        pending, self._pending_back = self._pending_back, None
-        assert pending is not None
-        grad = _taken(pending, self.codec_back).to(self.dtype)
-        return grad.div_(self.exchange.world_size) if _gradient_division else grad
-
-
-def _prepared(values: Tensor, codec: Codec | None) -> tuple[Tensor, Tensor | None]:
-    """What is sent, and whether it fits the codec."""
-    values = values.contiguous()
-    if codec is None:
-        return values, None
-    wide = values.to(torch.float32)
-    # all ranks are told of what does not fit, in the bytes of the exchange itself
-    return wide, codec.overflows(wide).to(torch.int32).view(1)
-
-
-def _taken(pending: Pending, codec: Codec | None) -> Tensor:
-    came = pending.wait()
-    if any(pending.flags):
-        assert codec is not None
-        ranks = [rank for rank, flag in enumerate(pending.flags) if flag]
-        raise OverflowError(
-            f"ranks {ranks}: a number is too large for the compressed exchange ({codec.name}): choose a wider format or"
-            " a smaller loss scale"
-        )
-    return came
+    return cast(Tensor, _Copies.apply(values, count))  # type: ignore[no-untyped-call]
 
 
 _EXCHANGE = "exchange of comm_ops"
@@ -196,34 +160,35 @@ class _Start(Function):
     """Sends forward, and takes the gradient backward. Its output only ties it to `_Finish`."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, collective: PendingCollective) -> Tensor:
-        ctx.collective = collective
-        collective.start(values)
+    def forward(ctx: Any, values: Tensor, way: _OneWay, way_back: _OneWay, world_size: int) -> Tensor:
+        ctx.way_back, ctx.world_size, ctx.dtype = way_back, world_size, values.dtype
+        way.start(values)
         return values.new_zeros(1)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             return no_second_derivative(_EXCHANGE, _Start.backward, ctx, grad_outputs)
-        return ctx.collective.end_back(), None
+        grad = ctx.way_back.finish().to(ctx.dtype)
+        return grad.div_(ctx.world_size) if _gradient_division else grad, None, None, None
 
 
 class _Finish(Function):
     """Takes forward, and sends the gradient backward."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, collective: PendingCollective) -> Tensor:
-        ctx.collective = collective
+    def forward(ctx: Any, token: Tensor, way: _OneWay, way_back: _OneWay) -> Tensor:
+        ctx.way_back = way_back
         ctx.save_for_backward(token)
-        return collective.end()
+        return way.finish().to(token.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             return no_second_derivative(_EXCHANGE, _Finish.backward, ctx, grad_outputs)
         (token,) = ctx.saved_tensors
-        ctx.collective.start_back(grad_outputs[0])
-        return torch.zeros_like(token), None
+        ctx.way_back.start(grad_outputs[0])
+        return torch.zeros_like(token), None, None
 
 
 class _Copies(Function):
@@ -237,4 +202,4 @@ class _Copies(Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         # plain torch, and followed by autograd
-        return _in_order(grad_outputs[0].view(ctx.count, -1).unbind()), None
+        return _in_order(grad_outputs[0].view(ctx.count, -1)), None

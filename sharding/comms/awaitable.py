@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import copy
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -34,8 +34,12 @@ class Awaitable(abc.ABC, Generic[W]):
     # on the class, so that a subclass that forgets super().__init__() works as well
     _result: Any = _NOT_YET
     _error: Exception | None = None
-
     _callbacks: list[Callable[[W], W]] | None = None
+    _modes: tuple[bool, bool] | None = None
+
+    def __init__(self) -> None:
+        # whoever waits first may be printing under no_grad; the result must not lose its gradient by that
+        self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     @abc.abstractmethod
     def _wait_impl(self) -> W: ...
@@ -46,9 +50,7 @@ class Awaitable(abc.ABC, Generic[W]):
         if result is _NOT_YET:
             return self._first_wait()
         if result is _WAITING:
-            if self._error is None:
-                raise RuntimeError(f"{type(self).__name__} waits for itself")
-            raise self._error
+            raise self._error or RuntimeError(f"{type(self).__name__} waits for itself")
         return cast(W, result)
 
     @property
@@ -64,6 +66,12 @@ class Awaitable(abc.ABC, Generic[W]):
         return self._callbacks
 
     def _first_wait(self) -> W:
+        now = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        grad, inference = self._modes or now
+        if (grad, inference) != now:
+            # this order: leaving inference mode also enables gradients
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                return self._first_wait()
         self._result = _WAITING
         try:
             if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -101,24 +109,18 @@ def _register(cls: type) -> None:
         cls,
         lambda lazy: ([lazy.wait()], None),
         lambda leaves, _: next(iter(leaves)),
-        flatten_with_keys_fn=_flatten_with_keys,
+        flatten_with_keys_fn=lambda lazy: ([(cast(Any, pytree.GetAttrKey("result")), lazy.wait())], None),
     )
 
 
-def _flatten_with_keys(lazy: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    return [(pytree.GetAttrKey("result"), lazy.wait())], None
+def _of_result(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method: `function` of the result and of the other operands, which are waited for too."""
+    return lambda self, *operands: function(self.wait(), *[_waited(operand) for operand in operands])
 
 
-def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda self: function(self.wait())
-
-
-def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: function(self.wait(), _waited(other))
-
-
-def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: function(_waited(other), self.wait())
+def _both_ways(function: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    """The methods of a binary operator: with the awaitable to its left, and to its right."""
+    return _of_result(function), _of_result(lambda result, left: function(left, result))
 
 
 class LazyAwaitable(Traceable, Awaitable[W]):
@@ -130,25 +132,11 @@ class LazyAwaitable(Traceable, Awaitable[W]):
 
     # the type of the result, where a subclass knows it
     awaited_type: type | None = None
-    _modes: tuple[bool, bool] | None = None
-
-    def __init__(self) -> None:
-        # whoever waits first may be printing under no_grad; the result must not lose its gradient by that
-        self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # not super(): the property below takes the name that it reads
         super(LazyAwaitable, cls).__init_subclass__(**kwargs)  # noqa: UP008
         _register(cls)
-
-    def _first_wait(self) -> W:
-        now = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        grad, inference = now if self._modes is None else self._modes
-        if (grad, inference) == now:
-            return Awaitable._first_wait(self)
-        # this order: leaving inference mode also enables gradients
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-            return Awaitable._first_wait(self)
 
     # A module's caller asks isinstance(out, KeyedTensor) as it would of the unsharded module's output; isinstance looks
     # at __class__ where type() does not fit. type() stays ours: torch asks it for __torch_function__, pytree for the
@@ -169,107 +157,69 @@ class LazyAwaitable(Traceable, Awaitable[W]):
     def __getattr__(self, name: str) -> Any:
         # runs for names that neither the awaitable nor its class has
         result = self._result
-        if result is _NOT_YET:
-            result = self._first_wait()
-        elif result is _WAITING:
-            if self._error is not None:
-                raise self._error
-            # of the awaitable itself: asking the result would wait for ever
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if result is _NOT_YET or result is _WAITING:
+            if result is _WAITING and self._error is None:
+                # of the awaitable itself: asking the result would wait for ever
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            result = self.wait()
         return getattr(result, name)
-
-    def __copy__(self) -> W:
-        return copy.copy(self.wait())
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[Any], Any], tuple[Any]]:
         return _same, (self.wait(),)
 
-    def __repr__(self) -> str:
-        return repr(self.wait())
-
-    def __str__(self) -> str:
-        return str(self.wait())
-
-    def __format__(self, spec: str) -> str:
-        return format(self.wait(), spec)
-
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.wait())})
 
-    def __bool__(self) -> bool:
-        return bool(self.wait())
+    __copy__ = _of_result(copy.copy)
+    __repr__ = _of_result(repr)
+    __str__ = _of_result(str)
+    __format__ = _of_result(format)
+    __bool__ = _of_result(bool)
+    __len__ = _of_result(lambda result: len(_sized(result, "__len__")))
+    __iter__ = _of_result(lambda result: iter(_sized(result, "__iter__")))
+    __contains__ = _of_result(lambda result, item: item in _sized(result, "__contains__"))
+    __getitem__ = _of_result(operator.getitem)
+    __setitem__ = _of_result(operator.setitem)
 
-    def __len__(self) -> int:
-        return len(_sized(self.wait(), "__len__"))
+    __neg__ = _of_result(operator.neg)
+    __pos__ = _of_result(operator.pos)
+    __invert__ = _of_result(operator.invert)
+    __abs__ = _of_result(operator.abs)
+    __index__ = _of_result(operator.index)
+    __int__ = _of_result(int)
+    __float__ = _of_result(float)
+    __complex__ = _of_result(complex)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(_sized(self.wait(), "__iter__"))
-
-    def __contains__(self, item: object) -> bool:
-        return item in _sized(self.wait(), "__contains__")
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        cast(Any, self.wait())[key] = _waited(value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return cast(Any, self.wait())[_waited(key)]
-
-    __neg__ = _unary(operator.neg)
-    __pos__ = _unary(operator.pos)
-    __invert__ = _unary(operator.invert)
-    __abs__ = _unary(operator.abs)
-    __index__ = _unary(operator.index)
-    __int__ = _unary(int)
-    __float__ = _unary(float)
-    __complex__ = _unary(complex)
-
-    __eq__ = _binary(operator.eq)
-    __ne__ = _binary(operator.ne)
-    __lt__ = _binary(operator.lt)
-    __le__ = _binary(operator.le)
-    __gt__ = _binary(operator.gt)
-    __ge__ = _binary(operator.ge)
-    __add__ = _binary(operator.add)
-    __sub__ = _binary(operator.sub)
-    __mul__ = _binary(operator.mul)
-    __truediv__ = _binary(operator.truediv)
-    __floordiv__ = _binary(operator.floordiv)
-    __mod__ = _binary(operator.mod)
-    __pow__ = _binary(operator.pow)
-    __matmul__ = _binary(operator.matmul)
-    __lshift__ = _binary(operator.lshift)
-    __rshift__ = _binary(operator.rshift)
-    __and__ = _binary(operator.and_)
-    __or__ = _binary(operator.or_)
-    __xor__ = _binary(operator.xor)
-    __radd__ = _reflected(operator.add)
-    __rsub__ = _reflected(operator.sub)
-    __rmul__ = _reflected(operator.mul)
-    __rtruediv__ = _reflected(operator.truediv)
-    __rfloordiv__ = _reflected(operator.floordiv)
-    __rmod__ = _reflected(operator.mod)
-    __rpow__ = _reflected(operator.pow)
-    __rmatmul__ = _reflected(operator.matmul)
-    __rlshift__ = _reflected(operator.lshift)
-    __rrshift__ = _reflected(operator.rshift)
-    __rand__ = _reflected(operator.and_)
-    __ror__ = _reflected(operator.or_)
-    __rxor__ = _reflected(operator.xor)
+    __eq__ = _of_result(operator.eq)
+    __ne__ = _of_result(operator.ne)
+    __lt__ = _of_result(operator.lt)
+    __le__ = _of_result(operator.le)
+    __gt__ = _of_result(operator.gt)
+    __ge__ = _of_result(operator.ge)
+    __add__, __radd__ = _both_ways(operator.add)
+    __sub__, __rsub__ = _both_ways(operator.sub)
+    __mul__, __rmul__ = _both_ways(operator.mul)
+    __truediv__, __rtruediv__ = _both_ways(operator.truediv)
+    __floordiv__, __rfloordiv__ = _both_ways(operator.floordiv)
+    __mod__, __rmod__ = _both_ways(operator.mod)
+    __pow__, __rpow__ = _both_ways(operator.pow)
+    __matmul__, __rmatmul__ = _both_ways(operator.matmul)
+    __lshift__, __rlshift__ = _both_ways(operator.lshift)
+    __rshift__, __rrshift__ = _both_ways(operator.rshift)
+    __and__, __rand__ = _both_ways(operator.and_)
+    __or__, __ror__ = _both_ways(operator.or_)
+    __xor__, __rxor__ = _both_ways(operator.xor)
 
     # the awaitable's own, so that one in a set need not be there yet
     __hash__ = object.__hash__
 
 
-class LazyNoWait(LazyAwaitable[W]):
+class LazyNoWait(NoWait[W], LazyAwaitable[W]):
     """A result that is there already, for code that expects a lazy one."""
 
     def __init__(self, obj: W) -> None:
-        LazyAwaitable.__init__(self)
-        self._obj = obj
+        NoWait.__init__(self, obj)
         self.awaited_type = type(obj)
-
-    def _wait_impl(self) -> W:
-        return self._obj
 
 
 class LazyGetItemMixin(Generic[KT, VT_co]):

@@ -11,11 +11,10 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -30,6 +29,8 @@ from .watch import SLICE, Watch, watch_of
 
 # numbers up to which fresh memory is as good, and buffers that are kept
 _SMALL, _MOST = 1 << 15, 4
+# a tag that no message has
+_NEVER_SENT = 0x5EED
 
 
 class Buffers:
@@ -57,9 +58,9 @@ class Buffers:
             if storage.data_ptr() == other.data_ptr():
                 return
         self._free.append(storage)
-        if len(self._free) > _MOST:
-            self._free.sort(key=lambda kept: kept.nbytes())
-            del self._free[0]
+        # the smallest that fits comes first
+        self._free.sort(key=torch.UntypedStorage.nbytes)
+        del self._free[:-_MOST]
 
 
 class Exchange:
@@ -71,7 +72,7 @@ class Exchange:
     """
 
     def __init__(self, pg: dist.ProcessGroup | None, beside: Exchange | None = None) -> None:
-        self._pg = pg
+        self.group = pg
         self.label: str = "" if beside is None else beside.label
         self.watch: Watch | None = watch_of(pg)
         if beside is not None and beside.watch is not None and pg is not None:
@@ -93,18 +94,12 @@ class Exchange:
         """
         if self.alone:
             return Pending(send)
-        self.calls += 1
-        # asked here, as it costs every step
-        if self.watch is not None and self.watch.is_closed:
-            self.watch.require_open()
         self.sent += send.numel() * send.element_size()
         size = send.shape[0] if sizes is None else sum(sizes)
         rows = send.dtype is torch.float32
         received = self.buffers.take(size, send.device) if rows else send.new_empty(size, *send.shape[1:])
-        alias = BufferAlias(received, send)
-        into, out_of = alias.aliases
-        work = dist.all_to_all_single(into, out_of, sizes, send_sizes, group=self._pg, async_op=True)
-        return Pending(received, work, alias, watch=self.watch, what=what + self.label)
+        all_to_all = partial(dist.all_to_all_single, output_split_sizes=sizes, input_split_sizes=send_sizes)
+        return Pending(received, self, all_to_all, send, what=what)
 
     def gather(self, mine: Sequence[int], device: torch.device) -> list[list[int]]:
         """As many numbers of every rank as `mine` has, rank after rank. Waits, which is a host sync on CUDA."""
@@ -139,8 +134,17 @@ class Exchange:
             flag_bytes = flag.view(torch.uint8)
             data = torch.cat([part for block in torch.split(data, data_sizes) for part in (block, flag_bytes)])
             data_sizes, came = [size + 4 for size in data_sizes], [size + 4 for size in came]
+
+        def read(data: Tensor) -> tuple[Tensor, list[int]]:
+            if flag is None:
+                return coding.decode_blocks(data, sizes), []
+            blocks = torch.split(data, came)
+            # host sync on CUDA: whether all ranks are well
+            flags = torch.cat([block[-4:] for block in blocks]).view(torch.int32).tolist()
+            return coding.decode_blocks(torch.cat([block[:-4] for block in blocks]), sizes), flags
+
         pending = self.all_to_all(data, data_sizes, came, what=what)
-        pending.decoding = _Decoding(coding, list(sizes), came, flag is not None)
+        pending.read = read
         return pending
 
     # the transpose of `rows`: gradients travel against the rows, from who received to who sent
@@ -163,12 +167,9 @@ class Exchange:
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` by rank 0's, so that replicas begin equal."""
         if not self.alone:
-            assert self._pg is not None
-            self.calls += 1
-            self._require_open()
-            alias = BufferAlias(tensor)
-            work = dist.broadcast(alias.aliases[0], dist.get_global_rank(self._pg, 0), group=self._pg, async_op=True)
-            Pending(tensor, work, alias, watch=self.watch, what=f"first values{self.label}").wait()
+            assert self.group is not None
+            broadcast = partial(dist.broadcast, src=dist.get_global_rank(self.group, 0))
+            Pending(tensor, self, broadcast, what="first values").wait()
 
     def mean(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite each tensor by its mean over the ranks: one all-reduce for each dtype, equal bits on all ranks.
@@ -185,12 +186,8 @@ class Exchange:
                 alike[0] if len(alike) == 1 and alike[0].is_contiguous() else torch.cat([t.flatten() for t in alike])
             )
             total = packed.detach().to(wide)
-            self.calls += 1
             self.sent += total.numel() * total.element_size()
-            self._require_open()
-            alias = BufferAlias(total)
-            work = dist.all_reduce(alias.aliases[0], group=self._pg, async_op=True)
-            Pending(total, work, alias, watch=self.watch, what=f"means{self.label}").wait()
+            Pending(total, self, dist.all_reduce, what="means").wait()
             total.div_(self.world_size)
             for tensor, part in zip(alike, torch.split(total.flatten(), [t.numel() for t in alike]), strict=True):
                 if tensor.data_ptr() != part.data_ptr():
@@ -200,17 +197,13 @@ class Exchange:
         """Rank `rank`'s bytes, on every rank; where only NCCL is there they travel by this rank's `device`."""
         if self.alone:
             return mine
-        assert self._pg is not None
+        assert self.group is not None
         self.calls += 1
-        self._require_open()
-        found = [mine]
-        by = _device_of_objects(self._pg, device)
-        dist.broadcast_object_list(found, dist.get_global_rank(self._pg, rank), group=self._pg, device=by)
-        return found[0]
-
-    def _require_open(self) -> None:
         if self.watch is not None:
             self.watch.require_open()
+        of_rank, by = [mine], _device_of_objects(self.group, device)
+        dist.broadcast_object_list(of_rank, dist.get_global_rank(self.group, rank), group=self.group, device=by)
+        return of_rank[0]
 
 
 def hang_up(group: dist.ProcessGroup) -> None:
@@ -234,61 +227,47 @@ def _device_of_objects(group: dist.ProcessGroup, device: torch.device | None) ->
         return None
     if device is not None and device.type == "cuda" and device.index is not None:
         return device
-    bound: torch.device | None = group.bound_device_id
-    if bound is not None:
-        return bound
+    if group.bound_device_id is not None:
+        return group.bound_device_id
     current, local = torch.cuda.current_device(), number_in_environment(("LOCAL_RANK",))
     if current == 0 and local is not None and local < torch.cuda.device_count():
         current = local
     return torch.device("cuda", current)
 
 
-# a tag that no message has
-_NEVER_SENT = 0x5EED
-# aliases that are looked through at a time
-_MOST_ALIASES = 64
-# exchanges whose result may still be on its way
-_unwaited: weakref.WeakSet[Pending] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class _Decoding:
-    """How the bytes of all ranks, `bytes_from[r]` of rank r, become `sizes[r]` numbers of each."""
-
-    codec: Codec
-    sizes: list[int]
-    bytes_from: list[int]
-    flagged: bool
-
-    def read(self, data: Tensor) -> tuple[Tensor, list[int]]:
-        """Numbers [sum(sizes)], and the flag of each rank."""
-        if not self.flagged:
-            return self.codec.decode_blocks(data, self.sizes), []
-        blocks = torch.split(data, self.bytes_from)
-        # host sync on CUDA: whether all ranks are well
-        flags = torch.cat([block[-4:] for block in blocks]).view(torch.int32).tolist()
-        return self.codec.decode_blocks(torch.cat([block[:-4] for block in blocks]), self.sizes), flags
-
-
 class Pending:
-    """Numbers on their way to this rank; `flags` of all ranks once they are here."""
+    """Numbers on their way to this rank; `flags` of all ranks once they are here.
+
+    A `collective` of an exchange is started on aliases of the tensors: the one that receives and those that are sent.
+
+    Gloo's threads drop a finished collective's tensors some time after the caller went on, and dropping a tensor that
+    Python knows takes the GIL: in an interpreter that is shutting down that aborts the process. So a process that
+    exits right after its last collective first waits until all aliases are back (`settle`).
+    """
 
     def __init__(
         self,
         received: Tensor,
-        work: Any = None,
-        alias: BufferAlias | None = None,
-        flags: Sequence[int] = (),
-        *,
-        watch: Watch | None = None,
+        exchange: Exchange | None = None,
+        collective: Callable[..., Any] | None = None,
+        *sent: Tensor,
         what: str = "",
+        flags: Sequence[int] = (),
     ) -> None:
-        self._received, self._alias = received, alias
-        self._work: Any = work
-        self._watch, self._what = watch, what
-        self.flags = list(flags)
-        self.decoding: _Decoding | None = None
-        if work is not None:
+        self._received, self.flags = received, list(flags)
+        self.read: Callable[[Tensor], tuple[Tensor, list[int]]] | None = None
+        self._aliases: list[Tensor] = []
+        if exchange is not None and collective is not None:
+            exchange.calls += 1
+            self._watch, self._what = exchange.watch, what + exchange.label
+            # asked here, as it costs every step
+            if self._watch is not None and self._watch.is_closed:
+                self._watch.require_open()
+            for t in (received, *sent):
+                alias = t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+                self._aliases.append(alias)
+            _aliases.extend(self._aliases)
+            self._work: Any = collective(*self._aliases, group=exchange.group, async_op=True)
             _unwaited.add(self)
 
     def wait(self) -> Tensor:
@@ -297,13 +276,10 @@ class Pending:
         Raises:
             RankFailure: a rank failed, ended or did not come in time.
         """
-        alias, self._alias = self._alias, None
-        if alias is not None:
+        aliases, self._aliases = self._aliases, []
+        if aliases:
             watch = self._watch
-            if watch is None:
-                if self._work is not None:
-                    self._work.wait()
-            else:
+            if watch is not None:
                 watch.at, watch.waits = self._what, watch.waits + 1
                 try:
                     # NCCL's wait is for the stream, and with a limit it would be for the host
@@ -311,52 +287,42 @@ class Pending:
                 except RuntimeError as error:
                     watch.wait_or_fail(self._work, error)
                 watch.at, watch.last = None, self._what
+            elif self._work is not None:
+                self._work.wait()
             # the transfer is over: what is left to wait for needs no memory
-            for tensor in alias.aliases:
+            for tensor in aliases:
                 tensor.set_(tensor.new_empty(0).untyped_storage())
             # which would keep its aliases
             self._work = None
-            if len(BufferAlias._out) > _MOST_ALIASES:
-                BufferAlias._out = _in_use(BufferAlias._out)
-            if self.decoding is not None:
-                self._received, self.flags = self.decoding.read(self._received)
+            if len(_aliases) > _MOST_ALIASES:
+                _aliases[:] = in_use()
+            if self.read is not None:
+                self._received, self.flags = self.read(self._received)
         return self._received
 
 
-class BufferAlias:
-    """Aliases of tensors for one collective, watched until the backend has let go of them.
-
-    Gloo's threads drop a finished collective's tensors some time after the caller went on, and dropping a tensor that
-    Python knows takes the GIL: in an interpreter that is shutting down that aborts the process. So a process that
-    exits right after its last collective first waits until all alias tensors are back.
-    """
-
-    _out: list[Tensor] = []
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self.aliases: list[Tensor] = []
-        for t in tensors:
-            self.aliases.append(t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride()))
-        BufferAlias._out += self.aliases
-
-    @staticmethod
-    def settle(seconds: float = 10) -> bool:
-        """Wait until no alias tensor is held any more; False if that takes longer."""
-        end = time.monotonic() + seconds
-        while _in_use(BufferAlias._out):
-            if time.monotonic() > end:
-                return False
-            for pending in list(_unwaited):
-                # what nobody will wait for, because a loop was left with batches under way
-                if pending._work is not None and pending._work.is_completed():
-                    pending._work = None
-            time.sleep(0.001)  # lets the GIL go
-        return True
+# aliases that the backend may still hold, and how many are kept until they are looked through
+_aliases: list[Tensor] = []
+_MOST_ALIASES = 64
+# exchanges whose result may still be on its way
+_unwaited: weakref.WeakSet[Pending] = weakref.WeakSet()
 
 
-def _in_use(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those that something besides Python refers to."""
-    return [tensor for tensor in tensors if tensor._use_count() > 1]  # type: ignore[attr-defined]
+def in_use() -> list[Tensor]:
+    """Aliases that something besides Python refers to."""
+    return [tensor for tensor in _aliases if tensor._use_count() > 1]  # type: ignore[attr-defined]
 
 
-atexit.register(BufferAlias.settle)
+@atexit.register
+def settle(seconds: float = 10) -> bool:
+    """Wait until no alias is held any more; False if that takes longer."""
+    end = time.monotonic() + seconds
+    while in_use():
+        if time.monotonic() > end:
+            return False
+        for pending in list(_unwaited):
+            # what nobody will wait for, because a loop was left with batches under way
+            if pending._work is not None and pending._work.is_completed():
+                pending._work = None
+        time.sleep(0.001)  # lets the GIL go
+    return True

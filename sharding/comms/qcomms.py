@@ -9,29 +9,16 @@ nothing falls back to fp16 for a reduce-scatter or on CPU, and values out of ran
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, unique
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from .codecs import (
-    BF16,
-    DEFAULT_ROW,
-    FP16,
-    FP32,
-    MX4_ROW,
-    Codec,
-    Format,
-    FormatCodec,
-    check_bytes,
-    check_values,
-    fp8,
-    int8,
-    mx4,
-)
+from .codecs import BF16, FP16, FP32, Codec, Floats, Format, FormatCodec, check_block, fp8, int8, mx4
 
 QuantizationContext = TypeVar("QuantizationContext")
 
@@ -135,34 +122,29 @@ class FormatCommCodec(QuantizedCommCodec[None]):
         return data if dtype is torch.uint8 else data[:n].view(input_tensor.shape)
 
     def decode(self, input_grad: Tensor, ctx: None = None) -> Tensor:
-        dtype = self.quantized_dtype
+        codec, format, dtype = self.codec, self.codec.format, self.quantized_dtype
         if input_grad.dtype != dtype:
-            raise ValueError(f"{self.codec.name}: expected {dtype}, got {input_grad.dtype}")
+            raise ValueError(f"{codec.name}: expected {dtype}, got {input_grad.dtype}")
         if dtype is torch.uint8:
-            return self.codec.decode(input_grad, self._elements(input_grad.shape[0]))
+            size = input_grad.shape[0]
+            # scales are filled up to less than a row takes
+            n = size * 8 // (format.row * format.bits + 8 * format.row_bytes) * format.row
+            if codec.encoded_bytes(n) != size:
+                raise ValueError(f"{codec.name}: no number of whole rows of {format.row} values has {size} bytes")
+            return codec.decode(input_grad, n)
         values = input_grad.to(torch.float32)
-        return values if self.codec.loss_scale is None else values / self.codec.loss_scale
+        return values if codec.loss_scale is None else values / codec.loss_scale
 
     @property
     def quantized_dtype(self) -> torch.dtype:
-        dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-        return dtypes.get(self.codec.format.name, torch.uint8)
+        format = self.codec.format
+        return format.dtype if isinstance(format, Floats) and format.row == 1 else torch.uint8
 
     def calc_quantized_size(self, input_len: int, ctx: None = None) -> int:
         row = self.codec.format.row
         if input_len % row:
             raise ValueError(f"{self.codec.name}: the number of values must be a multiple of {row}, got {input_len}")
         return input_len if row == 1 else self.codec.encoded_bytes(input_len)
-
-    def _elements(self, size: int) -> int:
-        row, low, high = self.codec.format.row, 0, size
-        # the least number of rows that takes so many bytes
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.codec.encoded_bytes(middle * row) >= size else (middle + 1, high)
-        if self.codec.encoded_bytes(low * row) != size:
-            raise ValueError(f"{self.codec.name}: no number of whole rows of {row} values has {size} bytes")
-        return low * row
 
 
 @dataclass
@@ -189,35 +171,56 @@ class QCommsConfig:
     output_dtype: object = None
 
     def __post_init__(self) -> None:
-        for name in ("forward_precision", "backward_precision"):
-            if not isinstance(getattr(self, name), CommType):
-                raise ValueError(f"{name} must be a CommType, got {getattr(self, name)!r}")
-        for name in ("output_dtype", "fp8_output_dtype"):
-            dtype = getattr(self, name)
-            if dtype is not None and dtype is not torch.float32 and _plain_name(dtype) != "fp32":
-                raise ValueError(f"{name}: rows arrive as fp32, got {dtype!r}; leave it out")
-        if self.mx4_rounding_mode is not None and _plain_name(self.mx4_rounding_mode) not in ("even", "2"):
-            raise ValueError(f"mx4_rounding_mode: mx4 rounds to even (2), got {self.mx4_rounding_mode!r}; leave it out")
-        precisions = self.forward_precision, self.backward_precision
+        for side in ("forward", "backward"):
+            kind = getattr(self, f"{side}_precision")
+            if not isinstance(kind, CommType):
+                raise ValueError(f"{side}_precision must be a CommType, got {kind!r}")
+            if getattr(self, f"{side}_loss_scale") is not None and kind not in (CommType.FP16, CommType.BF16):
+                warnings.warn(f"QCommsConfig: {side}_loss_scale is not used: {kind} needs none", stacklevel=3)
+        fp32, even = ("rows arrive as fp32", "fp32", "torch.float32"), ("mx4 rounds to even (2)", "even", "2")
+        for name, (why, *served) in (("output_dtype", fp32), ("fp8_output_dtype", fp32), ("mx4_rounding_mode", even)):
+            value = getattr(self, name)
+            # a member of an enum has a name: TorchRec's own enums need not be there
+            if value is not None and str(getattr(value, "name", value)).lower() not in served:
+                raise ValueError(f"{name}: {why}, got {value!r}; leave it out")
         for kind in (CommType.FP8, CommType.MX4):
             forward, backward = f"{kind}_quantize_dim", f"{kind}_quantize_dim_bwd"
-            if kind not in precisions:
+            if kind not in (self.forward_precision, self.backward_precision):
                 for name in (forward, backward):
                     if getattr(self, name) is not None:
-                        _warn(f"{name} is not used: neither precision is {kind}")
+                        warnings.warn(f"QCommsConfig: {name} is not used: neither precision is {kind}", stacklevel=3)
             elif getattr(self, backward) is None:
                 setattr(self, backward, getattr(self, forward))
-        scaled = (CommType.FP16, CommType.BF16)
-        for side, kind in zip(("forward", "backward"), precisions, strict=True):
-            if getattr(self, f"{side}_loss_scale") is not None and kind not in scaled:
-                _warn(f"{side}_loss_scale is not used: {kind} needs none")
 
 
 def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> QuantizedCommCodecs:
     """The pair of codecs that a config describes; without one, values travel as they are."""
     if qcomms_config is None:
         return QuantizedCommCodecs()
-    return QuantizedCommCodecs(_side(qcomms_config, backward=False), _side(qcomms_config, backward=True))
+    config, exponent_bits = qcomms_config, 4 if qcomms_config.fp8_bwd_uses_143 else 5
+    return QuantizedCommCodecs(
+        _side(config.forward_precision, config.forward_loss_scale, config.fp8_quantize_dim, 4, config.mx4_quantize_dim),
+        _side(
+            config.backward_precision, config.backward_loss_scale, config.fp8_quantize_dim_bwd, exponent_bits,
+            config.mx4_quantize_dim_bwd,
+        ),
+    )  # fmt: skip
+
+
+def _side(
+    kind: CommType, loss_scale: float | None, fp8_row: int | None, exponent_bits: int, mx4_row: int | None
+) -> QuantizedCommCodec[Any]:
+    plain = {CommType.FP16: FP16, CommType.BF16: BF16}
+    scaled: dict[CommType, Callable[[], Format]] = {
+        CommType.FP8: partial(fp8, row=fp8_row, exponent_bits=exponent_bits),
+        CommType.INT8: int8,
+        CommType.MX4: partial(mx4, row=mx4_row),
+    }
+    if kind is CommType.FP32:
+        return NoOpQuantizedCommCodec()
+    return FormatCommCodec(
+        FormatCodec(plain[kind], loss_scale=loss_scale) if kind in plain else FormatCodec(scaled[kind]())
+    )
 
 
 def get_qcomm_codecs_registry(
@@ -292,37 +295,6 @@ def _identity(codec: Codec) -> object:
     return id(codec.codec) if isinstance(codec, UserCodec) else codec.name
 
 
-def _side(config: QCommsConfig, *, backward: bool) -> QuantizedCommCodec[Any]:
-    kind = config.backward_precision if backward else config.forward_precision
-    loss_scale = config.backward_loss_scale if backward else config.forward_loss_scale
-    if kind is CommType.FP32:
-        return NoOpQuantizedCommCodec()
-    if kind in (CommType.FP16, CommType.BF16):
-        return FormatCommCodec(FormatCodec(FP16 if kind is CommType.FP16 else BF16, loss_scale=loss_scale))
-    return FormatCommCodec(FormatCodec(_scaled_format(config, kind, backward=backward)))
-
-
-def _scaled_format(config: QCommsConfig, kind: CommType, *, backward: bool) -> Format:
-    if kind is CommType.INT8:
-        return int8()
-    if kind is CommType.FP8:
-        row = config.fp8_quantize_dim_bwd if backward else config.fp8_quantize_dim
-        return fp8(
-            row=DEFAULT_ROW if row is None else row, exponent_bits=5 if backward and not config.fp8_bwd_uses_143 else 4
-        )
-    row = config.mx4_quantize_dim_bwd if backward else config.mx4_quantize_dim
-    return mx4(row=MX4_ROW if row is None else row)
-
-
-def _plain_name(value: object) -> str:
-    """Of an enum's member or a string or a number: TorchRec's own enums need not be there."""
-    return str(getattr(value, "name", value)).lower()
-
-
-def _warn(message: str) -> None:
-    warnings.warn(f"QCommsConfig: {message}", stacklevel=4)
-
-
 # lengths at which a codec is tried before it is trusted, in units of its row
 _TRIED = (1, 2, 3, 5, 64)
 
@@ -338,9 +310,13 @@ class UserCodec(Codec):
         # one for all blocks: what FBGEMM's codecs note in it while encoding, they need for decoding
         self._context = codec.create_context() if hasattr(codec, "create_context") else None
         self.name = f"{type(codec).__module__}.{type(codec).__qualname__}"
-        missing = [
-            name for name in ("encode", "decode", "calc_quantized_size", "quantized_dtype") if not _offers(codec, name)
-        ]
+        missing = []
+        for name in ("encode", "decode", "calc_quantized_size", "quantized_dtype"):
+            try:
+                getattr(codec, name)
+            except (AttributeError, NotImplementedError):
+                # the latter from a property that the protocol declares
+                missing.append(name)
         if missing:
             raise ValueError(f"codec {self.name} has no {', '.join(missing)}: see QuantizedCommCodec")
         # TorchRec's NoOp codec has it as a method
@@ -348,83 +324,65 @@ class UserCodec(Codec):
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"codec {self.name}: quantized_dtype must be a torch.dtype, got {dtype!r}")
         self._dtype: torch.dtype = dtype
-        self._row = self._whole_row(device)
+        self._row = 1
+        self._find_row(device)
         # FBGEMM's formats are one class
         self.name += f"[{dtype}/{self._row}]"
 
     def encoded_bytes(self, elements: int) -> int:
-        size = self._filled(elements)
-        return -(-self._size(size) * self._dtype.itemsize // 4) * 4 if size else 0
+        return -(-self._size(elements) * self._dtype.itemsize // 4) * 4 if elements else 0
 
     def encode_blocks(self, flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
-        check_values(flat, sum(sizes))
+        check_block(flat, torch.float32, sum(sizes))
         pieces = [flat[:0].view(torch.uint8)]
-        for block in torch.split(flat, list(sizes)):
-            if block.shape[0]:
-                data = self._encode(torch.nn.functional.pad(block, (0, -block.shape[0] % self._row)))
-                pieces.append(torch.nn.functional.pad(data, (0, -data.shape[0] % 4)))
+        for block in torch.split(flat, [n for n in sizes if n]):
+            values = torch.nn.functional.pad(block, (0, -block.shape[0] % self._row))
+            data, size = self.codec.encode(values, self._context), self._size(block.shape[0])
+            if not isinstance(data, Tensor) or data.dtype != self._dtype or data.shape != (size,):
+                got = f"{data.dtype} of shape {list(data.shape)}" if isinstance(data, Tensor) else repr(data)
+                raise ValueError(
+                    f"codec {self.name} announced {self._dtype} of shape [{size}] for {values.shape[0]} values, "
+                    f"encode returned {got}"
+                )
+            data = data.contiguous().view(torch.uint8)
+            pieces.append(torch.nn.functional.pad(data, (0, -data.shape[0] % 4)))
         return torch.cat(pieces), [self.encoded_bytes(n) for n in sizes]
 
     def decode_blocks(self, data: Tensor, sizes: Sequence[int]) -> Tensor:
         bytes_per_block = [self.encoded_bytes(n) for n in sizes]
-        check_bytes(data, sum(bytes_per_block))
-        values = [data.new_empty(0, dtype=torch.float32)]
+        check_block(data, torch.uint8, sum(bytes_per_block))
+        pieces = [data.new_empty(0, dtype=torch.float32)]
         for n, block in zip(sizes, torch.split(data, bytes_per_block), strict=True):
             if n:
-                size = self._filled(n)
-                values.append(self._decode(block[: self._size(size) * self._dtype.itemsize], size)[:n])
-        return torch.cat(values)
+                used, whole = block[: self._size(n) * self._dtype.itemsize], n + -n % self._row
+                values = self.codec.decode(used.view(self._dtype), self._context)
+                if not isinstance(values, Tensor) or values.numel() != whole:
+                    got = list(values.shape) if isinstance(values, Tensor) else repr(values)
+                    raise ValueError(f"codec {self.name}: decode of {whole} values returned {got}")
+                pieces.append(values.reshape(-1).to(torch.float32)[:n])
+        return torch.cat(pieces)
 
     def overflows(self, flat: Tensor) -> Tensor:
         back = self.decode(self.encode(flat), flat.shape[0])
         return (flat.isfinite() & ~back.isfinite()).any()
 
-    def _filled(self, elements: int) -> int:
-        return -(-elements // self._row) * self._row
-
     def _size(self, elements: int) -> int:
-        return int(self.codec.calc_quantized_size(elements, self._context))
+        """Elements of the codec's dtype for so many values, filled up to whole rows."""
+        return int(self.codec.calc_quantized_size(elements + -elements % self._row, self._context))
 
-    def _encode(self, values: Tensor) -> Tensor:
-        data = self.codec.encode(values, self._context)
-        size = self._size(values.shape[0])
-        if not isinstance(data, Tensor) or data.dtype != self._dtype or data.shape != (size,):
-            got = f"{data.dtype} of shape {list(data.shape)}" if isinstance(data, Tensor) else repr(data)
-            raise ValueError(
-                f"codec {self.name} announced {self._dtype} of shape [{size}] for {values.shape[0]} values, "
-                f"encode returned {got}"
-            )
-        return data.contiguous().view(torch.uint8)
-
-    def _decode(self, data: Tensor, elements: int) -> Tensor:
-        values = self.codec.decode(data.view(self._dtype), self._context)
-        if not isinstance(values, Tensor) or values.numel() != elements:
-            got = list(values.shape) if isinstance(values, Tensor) else repr(values)
-            raise ValueError(f"codec {self.name}: decode of {elements} values returned {got}")
-        return values.reshape(-1).to(torch.float32)
-
-    def _whole_row(self, device: torch.device | None) -> int:
-        """1, or how many values the context says belong together if the codec does not take any number."""
-        rows = [1, *(getattr(self._context, name, 0) for name in ("row_dim", "mx_group_size"))]
+    def _find_row(self, device: torch.device | None) -> None:
+        """A row is 1, or how many values the context says belong together if the codec does not take any number."""
         failures: list[str] = []
-        for row in rows:
-            if not isinstance(row, int) or row <= 0:
-                continue
+        in_context = (getattr(self._context, name, 0) for name in ("row_dim", "mx_group_size"))
+        for row in (1, *(row for row in in_context if isinstance(row, int) and row > 0)):
+            self._row = row
             try:
                 for n in _TRIED:
-                    self._decode(self._encode(torch.zeros(n * row, device=device)), n * row)
-                return row
+                    self.decode(self.encode(torch.zeros(n * row, device=device)), n * row)
+                return
             except Exception as error:
                 failures.append(f"with multiples of {row} values: {type(error).__name__}: {error}")
         raise ValueError(
             f"codec {self.name} cannot run in the exchange: it must take any number of values, or the multiples of "
             f"row_dim in its context. Tried " + "; ".join(failures)
         )
-
-
-def _offers(codec: Any, name: str) -> bool:
-    try:
-        return hasattr(codec, name)
-    except NotImplementedError:
-        # a property that the protocol declares
-        return False

@@ -328,7 +328,7 @@ def test_a_method_of_the_result_costs_two_python_calls_and_the_first_one_five() 
         sys.setprofile(None)
         return called
 
-    # __getattr__ and values; at first also _wait_impl and the _first_wait of two classes
+    # __getattr__ and values; at first also wait, _first_wait and _wait_impl
     assert [calls(), calls()] == [5, 2]
 
 
