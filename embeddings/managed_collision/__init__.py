@@ -4,6 +4,7 @@
 collections here are those of embeddings/ behind such maps. Names are TorchRec's.
 """
 
+from .behind_maps import BehindFixedMaps, BehindMaps, require_tables_of_maps
 from .collection import ManagedCollisionCollection, apply_mc_method_to_jt_dict, change_ids
 from .embedding import (
     BaseManagedCollisionEmbeddingCollection,
@@ -26,6 +27,8 @@ from .policies import (
 
 __all__ = [
     "BaseManagedCollisionEmbeddingCollection",
+    "BehindFixedMaps",
+    "BehindMaps",
     "DistanceLFU_EvictionPolicy",
     "LFU_EvictionPolicy",
     "LRU_EvictionPolicy",
@@ -42,4 +45,5 @@ __all__ = [
     "dynamic_threshold_filter",
     "fresh_rows",
     "probabilistic_threshold_filter",
+    "require_tables_of_maps",
 ]

@@ -6,10 +6,10 @@ A forward maps the ids to slots, gives slots with a new id a new row, and looks 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.embeddings.collections.bag_collection import EmbeddingBagCollection
 from shardwise.embeddings.collections.collection import TableCollection
@@ -17,10 +17,13 @@ from shardwise.embeddings.collections.sequence_collection import EmbeddingCollec
 from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from .behind_maps import BehindMaps, require_tables_of_maps
 from .collection import ManagedCollisionCollection
 
 
-class BaseManagedCollisionEmbeddingCollection(nn.Module):
+class BaseManagedCollisionEmbeddingCollection(
+    BehindMaps[KeyedTensor | dict[str, JaggedTensor], KeyedJaggedTensor | None]
+):
     """What the two have in common. A forward returns (embeddings, remapped ids or None), always a tuple.
 
     A row whose slot goes to another id begins anew: by the table's `init_fn`, with the optimizer states of a fused
@@ -48,21 +51,17 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
         allow_in_place_embed_weight_update: bool = False,
     ) -> None:
         super().__init__()
-        mine, theirs = _facts(embedding_module._configs), _facts(managed_collision_collection.embedding_configs())
-        if mine != theirs:
-            raise ValueError(f"the embedding module has tables {mine}, the managed collision collection {theirs}")
+        facts = ("num_embeddings", "embedding_dim", "feature_names")
+        require_tables_of_maps("the embedding module", embedding_module._configs, managed_collision_collection, facts)
         self._managed_collision_collection = managed_collision_collection
         self._embedding_module = embedding_module
         self._return_remapped_features = return_remapped_features
         self._allow_in_place_embed_weight_update = allow_in_place_embed_weight_update
 
-    def forward(
-        self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
-    ) -> tuple[KeyedTensor | dict[str, JaggedTensor], KeyedJaggedTensor | None]:
-        """Map the batch's ids to slots and look those up.
+    def _remap(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool) -> KeyedJaggedTensor:
+        """Slots in the place of ids; those that are another's now have a row that begins anew.
 
         Raises:
-            KeyError, ValueError, TypeError: as the collection inside.
             TypeError: the collection inside was sharded or quantized by itself.
         """
         if not isinstance(self._embedding_module, TableCollection):
@@ -70,10 +69,12 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
                 f"{type(self).__name__}: its collection was sharded or quantized without it, and would take slots for"
                 f" ids of its own; give a sharder for {type(self).__name__} too, or quantize that"
             )
-        slots = self._managed_collision_collection(features, mutate_miss_lengths=mutate_miss_lengths)
+        slots: KeyedJaggedTensor = super()._remap(features, mutate_miss_lengths)
         self._renew(self._managed_collision_collection.evict())
-        found = self._embedding_module(slots)
-        return found, slots if self._return_remapped_features else None
+        return slots
+
+    def _rows_of(self, slots: KeyedJaggedTensor) -> KeyedTensor | dict[str, JaggedTensor]:
+        return self._embedding_module(slots)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _renew(self, evicted: Mapping[str, Tensor | None]) -> None:
@@ -139,10 +140,6 @@ class ManagedCollisionEmbeddingCollection(BaseManagedCollisionEmbeddingCollectio
     def _embedding_collection(self) -> EmbeddingCollection:
         assert isinstance(self._embedding_module, EmbeddingCollection)
         return self._embedding_module
-
-
-def _facts(configs: Sequence[BaseEmbeddingConfig]) -> dict[str, tuple[int, int, list[str]]]:
-    return {config.name: (config.num_embeddings, config.embedding_dim, config.feature_names) for config in configs}
 
 
 def fresh_rows(config: BaseEmbeddingConfig, rows: int, step: int, *, first_row: int = 0) -> Tensor:

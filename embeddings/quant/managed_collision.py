@@ -7,84 +7,88 @@ the last row, as they did.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from shardwise.embeddings.collections.collection import TableCollection
+from shardwise.embeddings.collections.bag_collection import EmbeddingBagCollection as FloatEmbeddingBagCollection
 from shardwise.embeddings.config import EmbeddingBagConfig, EmbeddingConfig
 from shardwise.embeddings.managed_collision import (
     BaseManagedCollisionEmbeddingCollection,
+    BehindFixedMaps,
     ManagedCollisionCollection,
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
+    require_tables_of_maps,
 )
 from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy
-from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.jagged import JaggedTensor, KeyedTensor
 
 from .bag_collection import EmbeddingBagCollection
 from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection
-from .from_float import MadeT, check_float_module, converted
+from .from_float import check_float_module, converted
 from .sequence_collection import EmbeddingCollection
 from .tables import TableWeights
 
+OutT = TypeVar("OutT")
 
-class _BehindMaps(QuantizedCollection):
-    """What the two have in common: maps that stay as they are."""
 
-    _managed_collision_collection: ManagedCollisionCollection
+class _QuantizedBehindMaps(BehindFixedMaps[OutT], QuantizedCollection):
+    """What the two have in common: how they are made."""
 
-    def _take_maps(self, maps: ManagedCollisionCollection | None, return_remapped_features: bool) -> None:
+    _float_type: type[BaseManagedCollisionEmbeddingCollection]
+
+    def _take_maps(self, maps: ManagedCollisionCollection | None) -> None:
         who = type(self).__name__
-        self._return_remapped_features = return_remapped_features
         if maps is None:
             raise ValueError(
                 f"{who} takes a managed_collision_collection; without one use {who[len('Quant') :]}'s part"
             )
-        mine = {config.name: (config.num_embeddings, config.feature_names) for config in self._configs}
-        theirs = {config.name: (config.num_embeddings, config.feature_names) for config in maps.embedding_configs()}
-        if mine != theirs:
-            raise ValueError(f"{who} has tables {mine}, the managed collision collection {theirs}")
+        require_tables_of_maps(who, self._configs, maps, ("num_embeddings", "feature_names"))
         self._managed_collision_collection = maps
         for module in maps.modules_by_table().values():
             module.reset_inference_mode()
         maps.eval()
 
-    def forward(self, features: KeyedJaggedTensor) -> Any:
-        """Map the batch's ids and look the slots up; with the remapped ids. Raises as the collection without maps."""
-        slots = self._managed_collision_collection(features)
-        return super().forward(slots), slots
+    @classmethod
+    def from_float(cls: type[BehindT], module: nn.Module, return_remapped_features: bool = False) -> BehindT:
+        """The quantized form of the float module of the same name, with copies of its maps.
 
-    def train(self, mode: bool = True) -> Any:
-        """As `nn.Module.train`, but that ids are looked up and not learned in either mode."""
-        super().train(mode)
-        self._managed_collision_collection.eval()
-        return self
+        `return_remapped_features` has no effect, as in TorchRec.
+
+        Raises:
+            TypeError, ValueError: as `EmbeddingBagCollection.from_float`.
+        """
+        check_float_module(cls, module, cls._float_type)
+        assert isinstance(module, cls._float_type)
+        inner: Any = module._embedding_module
+        pooled = isinstance(inner, FloatEmbeddingBagCollection)
+        arguments = (inner.is_weighted(), inner.device) if pooled else (inner.device, inner.need_indices())
+        return converted(
+            cls, module, inner, arguments,
+            managed_collision_collection=copy.deepcopy(module._managed_collision_collection),
+        )  # fmt: skip
 
 
-class QuantManagedCollisionEmbeddingCollection(_BehindMaps, EmbeddingCollection):
+BehindT = TypeVar("BehindT", bound=_QuantizedBehindMaps[Any])
+
+
+class QuantManagedCollisionEmbeddingCollection(_QuantizedBehindMaps[dict[str, JaggedTensor]], EmbeddingCollection):  # type: ignore[misc]
     """A quantized `EmbeddingCollection` behind maps: (JaggedTensor by feature, remapped ids).
 
     Args:
         tables, device, need_indices, ...: as the quantized `EmbeddingCollection`.
         managed_collision_collection: modules of the same tables; required, and learns no more.
-        return_remapped_features: kept; the remapped ids are returned in any case, as by TorchRec.
+        return_remapped_features: of no effect; the remapped ids are returned in any case, as by TorchRec.
 
     Raises:
         ValueError: there is no managed collision collection, or it has other tables.
     """
 
-    if TYPE_CHECKING:
-
-        def forward(  # type: ignore[override]
-            self, features: KeyedJaggedTensor
-        ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor]:
-            """That of the collection behind maps, which does not know the type."""
-            ...
-
     _shown_name = "QuantManagedCollisionEmbeddingCollection"
+    _float_type = ManagedCollisionEmbeddingCollection
 
     def __init__(
         self,
@@ -108,40 +112,17 @@ class QuantManagedCollisionEmbeddingCollection(_BehindMaps, EmbeddingCollection)
             quant_state_dict_split_scale_bias, row_alignment, cache_features_order,
             scale_dtype=scale_dtype, policy=policy,
         )  # fmt: skip
-        self._take_maps(managed_collision_collection, return_remapped_features)
-
-    @classmethod
-    def from_float(  # pyright: ignore[reportIncompatibleMethodOverride]
-        cls, module: nn.Module, return_remapped_features: bool = False
-    ) -> QuantManagedCollisionEmbeddingCollection:
-        """The quantized form of a float `ManagedCollisionEmbeddingCollection`, with copies of its maps.
-
-        `return_remapped_features` has no effect, as in TorchRec.
-
-        Raises:
-            TypeError, ValueError: as `EmbeddingBagCollection.from_float`.
-        """
-        check_float_module(cls, module, ManagedCollisionEmbeddingCollection)
-        assert isinstance(module, ManagedCollisionEmbeddingCollection)
-        inner = module._embedding_collection
-        return _converted(cls, module, inner, (inner.device, inner.need_indices()))
+        self._take_maps(managed_collision_collection)
 
 
-class QuantManagedCollisionEmbeddingBagCollection(_BehindMaps, EmbeddingBagCollection):
+class QuantManagedCollisionEmbeddingBagCollection(_QuantizedBehindMaps[KeyedTensor], EmbeddingBagCollection):  # type: ignore[misc]
     """A quantized `EmbeddingBagCollection` behind maps: (KeyedTensor, remapped ids).
 
     Arguments and errors as `QuantManagedCollisionEmbeddingCollection`, with `is_weighted`.
     """
 
-    if TYPE_CHECKING:
-
-        def forward(  # type: ignore[override]
-            self, features: KeyedJaggedTensor
-        ) -> tuple[KeyedTensor, KeyedJaggedTensor]:
-            """That of the collection behind maps, which does not know the type."""
-            ...
-
     _shown_name = "QuantManagedCollisionEmbeddingBagCollection"
+    _float_type = ManagedCollisionEmbeddingBagCollection
 
     def __init__(
         self,
@@ -165,24 +146,4 @@ class QuantManagedCollisionEmbeddingBagCollection(_BehindMaps, EmbeddingBagColle
             quant_state_dict_split_scale_bias, row_alignment, cache_features_order,
             scale_dtype=scale_dtype, policy=policy,
         )  # fmt: skip
-        self._take_maps(managed_collision_collection, return_remapped_features)
-
-    @classmethod
-    def from_float(  # pyright: ignore[reportIncompatibleMethodOverride]
-        cls, module: nn.Module, return_remapped_features: bool = False
-    ) -> QuantManagedCollisionEmbeddingBagCollection:
-        """The quantized form of a float `ManagedCollisionEmbeddingBagCollection`. As that of sequences."""
-        check_float_module(cls, module, ManagedCollisionEmbeddingBagCollection)
-        assert isinstance(module, ManagedCollisionEmbeddingBagCollection)
-        inner = module._embedding_bag_collection
-        return _converted(cls, module, inner, (inner.is_weighted(), inner.device))
-
-
-def _converted(
-    cls: type[MadeT], module: BaseManagedCollisionEmbeddingCollection, inner: TableCollection, arguments: Sequence[Any]
-) -> MadeT:
-    return converted(
-        cls, module, inner, arguments,
-        managed_collision_collection=copy.deepcopy(module._managed_collision_collection),
-        return_remapped_features=module._return_remapped_features,
-    )  # fmt: skip
+        self._take_maps(managed_collision_collection)

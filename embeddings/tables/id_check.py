@@ -21,6 +21,7 @@ from shardwise.kernels import (
     is_clean,
     new_guard,
     raise_from_guard,
+    require_ids,
 )
 from shardwise.kernels.cpu import offsets_are_good
 from shardwise.kernels.lookup import ids_pass
@@ -112,12 +113,39 @@ def next_raised(pending: deque[PendingCheck]) -> PendingCheck | None:
             return guard
 
 
-def passes_unchecked(ids: Tensor, offsets: Tensor, *, padded: bool, traced: bool = False) -> bool:
-    """Whether a batch may be looked up where `BoundsCheckMode.IGNORE` says that nobody checks its ids.
+def mark_bad_ids(
+    ids: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    names: Sequence[str],
+    mode: BoundsCheckMode,
+    *,
+    padded: bool,
+    traced: bool = False,
+    guard: Tensor | None = None,
+    step_guard: Tensor | None = None,
+) -> Tensor | None:
+    """Raise or warn for bad ids or offsets on the CPU; on CUDA mark them in a guard, which the caller has to read.
 
-    It speaks of ids: offsets out of order are an error on the CPU, and never followed outside the ids on CUDA.
+    All collections decide here what a batch may be. Shapes and the guards as of `shardwise.kernels.check_ids`, but that
+    by default a `guard` is made. None is returned where nothing is left to read. `IGNORE` speaks of ids: offsets out of
+    order are an error on the CPU, unless the call is `traced`, and are never followed outside the ids on CUDA.
+
+    Raises:
+        IndexError, ValueError, TypeError: as `check_ids`.
     """
-    return ids.is_cuda or traced or offsets_are_good(offsets, ids.shape[0], padded)
+    if not names:
+        return None
+    if mode is BoundsCheckMode.IGNORE:
+        require_ids("feature ids", ids)
+        if ids.is_cuda or traced or offsets_are_good(offsets, ids.shape[0], padded):
+            return None
+    elif ids_pass(ids, offsets, features, padded=padded):
+        return None
+    guard = new_guard(ids.device) if guard is None else guard
+    fatal = mode is BoundsCheckMode.FATAL
+    check_ids(ids, offsets, features, guard, names=names, fatal=fatal, padded=padded, step_guard=step_guard)
+    return guard if ids.is_cuda else None
 
 
 class IdCheck:
@@ -133,27 +161,21 @@ class IdCheck:
         # several where threads look up at once
         self._pending: deque[PendingCheck] = deque()
 
-    def __call__(self, ids: Tensor, offsets: Tensor, *, padded: bool = False, features: Tensor | None = None) -> None:
-        """Raise for bad ids or offsets.
+    def __call__(self, ids: Tensor, offsets: Tensor, *, padded: bool = False) -> None:
+        """Raise for bad ids or offsets, of a batch on any device.
 
         With `padded` the ids past the last offset are nobody's and may be anything; without it there are none.
-        `features` are these on another device.
 
         Raises:
             IndexError, ValueError, TypeError: as `shardwise.kernels.check_ids`.
         """
-        if not self._names:
-            return
         traced = torch.compiler.is_compiling()
-        if self._mode is BoundsCheckMode.IGNORE and passes_unchecked(ids, offsets, padded=padded, traced=traced):
-            return
-        if not traced:
+        if not traced and self._pending:
             self.raise_pending()
-        guard, fatal = new_guard(ids.device), self._mode is BoundsCheckMode.FATAL
-        features = self.features if features is None else features
-        check_ids(ids, offsets, features, guard, names=self._names, fatal=fatal, padded=padded)
+        features = self.features.to(ids.device)
+        guard = mark_bad_ids(ids, offsets, features, self._names, self._mode, padded=padded, traced=traced)
         # a graph has nobody to read what it left in a guard
-        if ids.is_cuda and not traced:
+        if guard is not None and not traced:
             self._pending.append(PendingCheck(guard).send(ids, offsets))
             if self._strict:
                 self.raise_pending()
@@ -199,38 +221,28 @@ class GuardedIdCheck:
             IndexError, ValueError, TypeError: as `shardwise.kernels.check_ids`.
             FloatingPointError: the gradient of an earlier batch was not finite (CUDA, `GradientCheckMode.RAISE`).
         """
-        if not self._names:
-            return
-        policy = self._policy
-        if policy.bounds_check is BoundsCheckMode.IGNORE and passes_unchecked(ids, offsets, padded=padded):
+        policy, mode, pending = self._policy, self._policy.bounds_check, None
+        if ids.is_cuda and mode is not BoundsCheckMode.IGNORE and not capturing():
+            self.raise_pending(waits=False)
+            pending = self._take_spare()
+        own = None if pending is None else pending.guard
+        # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same
+        guard = mark_bad_ids(
+            ids, offsets, self.features, self._names, mode, padded=padded, guard=own, step_guard=self.guard
+        )
+        if guard is None:
             if ids.is_cuda and policy.gradient_check is GradientCheckMode.RAISE:
                 self._watch_gradients(ids, offsets)
-            return
-        fatal = policy.bounds_check is BoundsCheckMode.FATAL
-        recorded = ids.is_cuda and capturing()
-        if not recorded:
-            self.raise_pending(waits=False)
-        if ids_pass(ids, offsets, self.features, padded=padded):
-            return
-        if not ids.is_cuda:
-            check_ids(ids, offsets, self.features, new_guard(), names=self._names, fatal=fatal, padded=padded)
-            return
-        pending = None if recorded else self._take_spare()
-        guard = new_guard(ids.device) if pending is None else pending.guard
-        # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same
-        check_ids(
-            ids, offsets, self.features, guard, names=self._names, fatal=fatal, padded=padded, step_guard=self.guard
-        )
-        if pending is None:
+        elif pending is not None:
+            self._send(pending, ids, offsets)
+        else:
             # a replay runs no Python that could read a guard of its own: what it finds stays in the step's
             self._replays = self._replays or Replays()
-            if policy.strict or not fatal:
+            if policy.strict or mode is not BoundsCheckMode.FATAL:
                 setting = "strict" if policy.strict else "bounds_check=BoundsCheckMode.WARNING"
                 warnings.warn(
                     f"{setting} has no effect within a captured graph: see TableCollection.check", stacklevel=2
                 )
-            return
-        self._send(pending, ids, offsets)
 
     def _watch_gradients(self, ids: Tensor, offsets: Tensor) -> None:
         """Raise for a gradient that an earlier batch had on CUDA, where no check of ids would tell of it."""

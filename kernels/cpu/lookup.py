@@ -212,11 +212,14 @@ def _blocks(dims: Sequence[int], batch: int, bounds: Sequence[int]) -> Iterator[
 
 
 def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: bool) -> bool:
-    """Whether `check_ids_ref` would find nothing wrong, by few passes over ids and offsets."""
-    count = features.shape[0]
-    loops = _loops()
-    if loops is not None and count and offsets.shape[0] and indices.dtype in _INDEX and offsets.dtype in _INDEX:
-        batch, ids = batch_size(offsets, count), indices.shape[0]
+    """Whether `check_ids_ref` would find nothing wrong, by few passes over ids and offsets.
+
+    Raises:
+        ValueError: the offsets do not divide among the features.
+    """
+    count, ids, loops = features.shape[0], indices.shape[0], _loops()
+    batch = batch_size(offsets, count)
+    if loops is not None and indices.dtype in _INDEX and offsets.dtype in _INDEX:
         # kept by these names as long as the loop has their addresses
         indices, offsets, features = indices.contiguous(), offsets.contiguous(), features.contiguous()
         arguments = (
@@ -225,10 +228,9 @@ def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: boo
         )  # fmt: skip
         return _in_parts(loops.ids_are_good, arguments, ids > configs.cpu("check_alone_ids", _ALONE_IDS))
     end = int(offsets[-1])
-    if count == 0 or not offsets_are_good(offsets, indices.shape[0], padded):
+    if not offsets_are_good(offsets, ids, padded):
         return False
-    indices = indices[:end]
-    rows, batch = features[:, ROWS].tolist(), batch_size(offsets, count)
+    indices, rows = indices[:end], features[:, ROWS].tolist()
     if _all_in(indices, min(rows)):
         return True
     bounds = offsets[::batch].tolist()

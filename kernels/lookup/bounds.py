@@ -34,6 +34,7 @@ from ..features import (
 )
 
 OK = torch.iinfo(torch.int64).max
+_INDEX = (torch.int32, torch.int64)
 
 # an id a thread: words that lanes beside one another read are beside one another
 _BLOCK = 64 if INTERPRETED else 256
@@ -131,16 +132,9 @@ def _check_ids_kernel(  # type: ignore[no-untyped-def]
 
 
 def ids_pass(indices: Tensor, offsets: Tensor, features: Tensor, *, padded: bool = False) -> bool:
-    """Whether `check_ids` is known to find nothing, without an op and a guard; False says nothing. Reads on the CPU.
-
-    Raises:
-        TypeError, ValueError: as `check_ids`, for what no batch may be.
-    """
-    if not direct(indices, offsets, features):
+    """Whether `check_ids` is known to find nothing, without an op and a guard; False says nothing. Reads on the CPU."""
+    if indices.dtype not in _INDEX or offsets.dtype not in _INDEX or not direct(indices, offsets, features):
         return False
-    require_ids("feature ids", indices)
-    require_ids("offsets", offsets)
-    batch_size(offsets, features.shape[0])
     return ids_are_good(indices, offsets, features, padded)
 
 
@@ -183,7 +177,7 @@ def check_ids(
 
 def require_ids(what: str, tensor: Tensor) -> None:
     """TypeError unless the ids or offsets are int32 or int64."""
-    if tensor.dtype not in (torch.int32, torch.int64):
+    if tensor.dtype not in _INDEX:
         raise TypeError(f"{what} must be int32 or int64, got {str(tensor.dtype).removeprefix('torch.')}")
 
 

@@ -61,7 +61,7 @@ CALLS = (300, 150)
 # stages of our step -> functions of shardwise that make them up, as (module, name). What one of them calls of another
 # counts there alone.
 STAGES: Mapping[str, Sequence[tuple[Any, str]]] = {
-    "check ids": ((collection, "check_batch"),),
+    "check ids": ((collection, "mark_bad_ids"),),
     "pick": ((collection, "route"),),
     "exchange headers": ((collection, "send_header"), (consensus, "PendingHeader.receive")),
     "exchange ids": ((collection, "pack_ids"), (exchange, "Exchange.all_to_all")),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.embeddings import GradientCheckMode
 from shardwise.embeddings.collections.collection import require_features
+from shardwise.embeddings.tables.id_check import mark_bad_ids
 from shardwise.embeddings.tables.lookup_autograd import warn_of_eval
 from shardwise.embeddings.tables.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
@@ -35,13 +36,12 @@ from ..comms.env import ShardingEnv
 from ..comms.exchange import Exchange
 from ..comms.host_exchange import HostExchange
 from ..comms.qcomms import codecs_of
-from .batch_check import check_batch
 from .dedup import dedup_ids
 from .flags import fault_error, fault_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
 from .id_map import IdMap, id_ranges
 from .reshard import reshard
-from .route import Sending, divide_ahead, route
+from .route import Sending, divide_ahead, raise_with_sizes, route
 from .routes import Routes, Table, plan_routes
 from .shards import LocalShards
 from .stages import ShardedModule, StepContext
@@ -328,7 +328,13 @@ class ShardedCollection(nn.Module, ShardedModule[Step]):
             ahead, divided = device.type == "cuda" and runs_kernel(features.values()), None
             if ahead and not dedup:
                 divided = divide_ahead(features, self._routes, sending, weights, lenient=lenient)
-            check_batch(features, sending, self._policy.bounds_check, divided)
+            picked = features if sending.all_used else features.permute(sending.used)
+            guard = mark_bad_ids(
+                picked.values(), picked.offsets(), sending.checked, sending.checked_names, self._policy.bounds_check,
+                padded=picked.capacity() is not None,
+            )  # fmt: skip
+            if guard is not None:
+                raise_with_sizes(guard, features, picked, sending, divided, fatal=not lenient)
             if dedup:
                 features, step.inverse = dedup_ids(features, sending)
                 sending = self._sending_of(tuple(features.keys()), update)
@@ -386,7 +392,8 @@ class ShardedCollection(nn.Module, ShardedModule[Step]):
         if step.phase >= LOOKED_UP:
             return
         step.trains, wire = self.training, self.wire
-        with torch.no_grad():
+        # as `no_grad`, which is more calls
+        with torch.set_grad_enabled(False):
             rows = self.shards.look_up(step)
             sent, sizes = wire.pack_rows(step, rows)
             flag = None

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged._segments import Beside
-from shardwise.kernels import Feature, block_bucketize, complete_cumsum, pack_features, permute_segments
+from shardwise.kernels import (
+    Feature,
+    block_bucketize,
+    complete_cumsum,
+    pack_features,
+    permute_segments,
+    raise_from_guard,
+)
 from shardwise.kernels.features import bag_of_position
 
 from .routes import Cut, Routes, Stream, is_even
@@ -306,6 +313,33 @@ def divide_ahead(
         lengths = lengths.sum(1, keepdim=True)
     ids, weights = _numbers(features.values(), routes, weights, lenient)
     return divide(sending.keys, lengths.to(torch.int32), ids, weights, routes, lenient)
+
+
+def raise_with_sizes(
+    guard: Tensor,
+    features: KeyedJaggedTensor,
+    picked: KeyedJaggedTensor,
+    sending: Sending,
+    divided: Division | None,
+    *,
+    fatal: bool,
+) -> None:
+    """Raise, or warn, for what `mark_bad_ids` left in a guard about the `picked` features of a batch on a GPU.
+
+    The sizes of the batch and of what was `divided`, which must be known before its ids leave, come in the same copy.
+    """
+    beside = Beside(guard if divided is None else torch.cat([guard, divided.sizes_there]))
+    try:
+        features._sizes(beside)
+    finally:
+        # a bad offset explains wrong sizes
+        numbers = beside.read()
+        raise_from_guard(
+            guard, picked.values(), picked.offsets(), sending.checked, sending.checked_names, fatal=fatal,
+            numbers=numbers[:3],
+        )  # fmt: skip
+    if divided is not None:
+        divided.sizes = numbers[3:]
 
 
 def route(

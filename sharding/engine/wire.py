@@ -127,7 +127,7 @@ def unpack_ids(step: Step, data: Tensor | None) -> None:
         bags = (lengths[0] if len(lengths) == 1 else torch.cat(lengths)).view(len(batches) * streams, batches[0])
         if order is not None:
             bags, ids, weights = permute_2d(order, bags, ids, weights, permuted_lengths_sum=step.first_id[-1])
-        bags = bags.reshape(len(receiving.slot_streams), samples)
+        bags = bags.reshape(receiving.slot_streams.shape[0], samples)
     else:
         by_rank = [of_rank.view(streams, batch) for of_rank, batch in zip(lengths, batches, strict=True)]
         if order is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwise.embeddings import BaseEmbeddingConfig
 from shardwise.embeddings.managed_collision import (
     BaseManagedCollisionEmbeddingCollection,
+    BehindMaps,
     ManagedCollisionCollection,
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -226,11 +227,14 @@ class ShardedManagedCollisionCollection(nn.Module):
                 yield table, f"_managed_collision_modules.{table}.{name}", self.value(table, name)
 
 
-class ShardedManagedCollisionEmbeddings(Nested):
+class ShardedManagedCollisionEmbeddings(BehindMaps[LazyAwaitable[Any], None], Nested):
     """A managed collision embedding (bag) collection whose tables and maps are sharded: same inputs and names.
 
-    Its output is a pair too: what is to come, and None.
+    Its output is a pair too: what is to come, and None. Ids leave as they are, or hashed, and find their slots where
+    their table is. An error takes the place of a batch, so that no rank waits for this one.
     """
+
+    _return_remapped_features = False
 
     def __init__(
         self,
@@ -243,18 +247,16 @@ class ShardedManagedCollisionEmbeddings(Nested):
         self._embedding_module = collection
         self.train(module.training)
 
-    def forward(
-        self, features: KeyedJaggedTensor | Exception, mutate_miss_lengths: bool = True
-    ) -> tuple[LazyAwaitable[Any], None]:
-        """Look this rank's batch up, together with the other ranks. Raises as `ShardedCollection.begin`."""
-        return self._embedding_module(self._preprocessed(features)), None
+    def _rows_of(self, slots: KeyedJaggedTensor | Exception) -> LazyAwaitable[Any]:
+        return self._embedding_module(slots)  # type: ignore[no-any-return]
 
-    def _preprocessed(self, features: KeyedJaggedTensor | Exception) -> KeyedJaggedTensor | Exception:
-        # an error takes the place of the batch, so that no rank waits for this one
+    def _remap(
+        self, features: KeyedJaggedTensor | Exception, mutate_miss_lengths: bool = True
+    ) -> KeyedJaggedTensor | Exception:
         if isinstance(features, Exception):
             return features
         try:
-            return self._managed_collision_collection.preprocess(features)
+            return self._managed_collision_collection.preprocess(features)  # type: ignore[no-any-return]
         except Exception as error:
             return error
 
@@ -263,7 +265,7 @@ class ShardedManagedCollisionEmbeddings(Nested):
 
     def start(self, features: KeyedJaggedTensor | Exception) -> list[Any]:
         """Route this rank's batch and tell all ranks its sizes; its ids find their slots where their table is."""
-        return super().start(self._preprocessed(features))
+        return super().start(self._remap(features))
 
     def output_dist(self, ctx: StepContext, output: list[Any]) -> tuple[LazyAwaitable[Any], None]:
         """What is to come, and None."""

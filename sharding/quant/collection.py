@@ -9,7 +9,7 @@ of the host. `.to(device)` moves pieces that are all on one device; pieces on se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,14 +19,15 @@ from shardwise.embeddings.config import PoolingType, embedding_names_by_table
 from shardwise.embeddings.quant import QuantizedCollection, QuantizedTable, TableWeights
 from shardwise.embeddings.quant.collection import note_formats, require_formats
 from shardwise.embeddings.quant.tables import scales_as
+from shardwise.embeddings.tables.grouped import pick_features
+from shardwise.embeddings.tables.id_check import IdCheck
 from shardwise.embeddings.tables.table_module import TableModule
 from shardwise.embeddings.tables.variable_batch import pad_strides
 from shardwise.jagged import KeyedJaggedTensor
-from shardwise.kernels import BoundsCheckMode, row_format
+from shardwise.kernels import BoundsCheckMode, Feature, pack_features, row_format
 from shardwise.sharding.comms.env import ShardingEnv
 from shardwise.sharding.plan.plan import ParameterSharding
 
-from .checks import BatchCheck
 from .fused_params import bounds_check_mode, bounds_check_of
 from .storage import Place, ServedTable, ShardedTables, TableValues, byte_span, first_device, pieces_of, reachable
 
@@ -105,15 +106,22 @@ class ShardedQuantizedCollection(TableModule):
 
     def _checks_of(
         self, served: Sequence[ServedTable], module: QuantizedCollection, default: BoundsCheckMode | None
-    ) -> list[BatchCheck]:
-        """A check for each mode: that of the table's plan, else of the sharder, else of the collection."""
+    ) -> list[tuple[list[str], IdCheck]]:
+        """Features and check of each mode: that of the table's plan, else of the sharder, else of the collection."""
         policy = module._policy
-        lookups: dict[BoundsCheckMode, list[Any]] = {}
+        lookups: dict[BoundsCheckMode, list[tuple[str, QuantizedTable]]] = {}
         for one in served:
             planned = self._plan[one.table.name].bounds_check_mode
             asked = (default or policy.bounds_check) if planned is None else bounds_check_mode(planned)
             lookups.setdefault(asked, []).extend((feature, one.table) for feature in one.features)
-        return [BatchCheck(those, mode, strict=policy.strict) for mode, those in lookups.items()]
+        checks = []
+        for mode, those in lookups.items():
+            # a pruned table has more ids than rows
+            counts = [table.rows if table.ids is None else table.ids for _, table in those]
+            sizes = pack_features([Feature(0, count, 1, 0) for count in counts])
+            names = [f"feature {feature!r} (table {table.name!r})" for feature, table in those]
+            checks.append(([name for name, _ in those], IdCheck(names, sizes, replace(policy, bounds_check=mode))))
+        return checks
 
     @property
     def device(self) -> torch.device:
@@ -137,8 +145,8 @@ class ShardedQuantizedCollection(TableModule):
 
     def check(self) -> None:
         """Raise now what a bad id on CUDA would raise at the next forward."""
-        for one in self._checks:
-            one.raise_pending()
+        for _, check in self._checks:
+            check.raise_pending()
 
     def table_weights(self) -> dict[str, TableWeights]:
         """Payload uint8 [rows, row_bytes] and scales [rows, parts] (None without) of each whole table.
@@ -193,8 +201,10 @@ class ShardedQuantizedCollection(TableModule):
                 " shard_quant_model another sharding_device"
             )
         padded = pad_strides(features)
-        for check in self._checks:
-            check(padded)
+        # where the batch is, before any of it moves
+        for names, check in self._checks:
+            picked = pick_features(padded, names)
+            check(picked.values(), picked.offsets(), padded=picked.capacity() is not None)
         return padded
 
     def _show(self) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from shardwise.embeddings.managed_collision import ManagedCollisionCollection
+from shardwise.embeddings.managed_collision import BehindFixedMaps, ManagedCollisionCollection
 from shardwise.embeddings.quant import (
     QuantManagedCollisionEmbeddingBagCollection,
     QuantManagedCollisionEmbeddingCollection,
@@ -26,6 +26,8 @@ from shardwise.sharding.plan.plan import ParameterSharding, ShardingType
 from .collection import Envs, ShardedQuantizedCollection
 from .modules import ShardedQuantEmbeddingBagCollection, ShardedQuantEmbeddingCollection
 from .sharders import BaseQuantEmbeddingSharder, M, QuantEmbeddingBagCollectionSharder, QuantEmbeddingCollectionSharder
+
+OutT = TypeVar("OutT")
 
 
 class InferManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection]):
@@ -52,8 +54,8 @@ class InferManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionColle
         return copy.deepcopy(module).to(torch.device(device or "cpu")).eval()
 
 
-class _BehindMaps(ShardedQuantizedCollection):
-    """What maps the ids of a batch before the collection in pieces, the next base class, looks the slots up."""
+class _PiecesBehindMaps(BehindFixedMaps[OutT], ShardedQuantizedCollection):
+    """Whole maps where outputs are, before the collection in pieces."""
 
     def __init__(
         self,
@@ -69,40 +71,20 @@ class _BehindMaps(ShardedQuantizedCollection):
             module._managed_collision_collection, table_name_to_parameter_sharding, env, self.device
         )
 
-    def forward(self, features: KeyedJaggedTensor) -> Any:
-        """Map the batch's ids and look the slots up. Raises as the collection without maps."""
-        slots = self._managed_collision_collection(features.to(self.device))
-        return super().forward(slots), slots
-
-    def train(self, mode: bool = True) -> Any:
-        """As `nn.Module.train`, but that ids are looked up and not learned in either mode."""
-        super().train(mode)
-        self._managed_collision_collection.eval()
-        return self
+    def _remap(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool) -> Any:
+        return super()._remap(features.to(self.device), mutate_miss_lengths)
 
 
-class ShardedQuantManagedCollisionEmbeddingCollection(_BehindMaps, ShardedQuantEmbeddingCollection):
+class ShardedQuantManagedCollisionEmbeddingCollection(  # type: ignore[misc]
+    _PiecesBehindMaps[dict[str, JaggedTensor]], ShardedQuantEmbeddingCollection
+):
     """A quantized `EmbeddingCollection` behind maps, in pieces: (JaggedTensor by feature, remapped ids)."""
 
-    if TYPE_CHECKING:
 
-        def forward(  # type: ignore[override]
-            self, features: KeyedJaggedTensor
-        ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor]:
-            """That of the collection behind maps, which does not know the type."""
-            ...
-
-
-class ShardedQuantManagedCollisionEmbeddingBagCollection(_BehindMaps, ShardedQuantEmbeddingBagCollection):
+class ShardedQuantManagedCollisionEmbeddingBagCollection(  # type: ignore[misc]
+    _PiecesBehindMaps[KeyedTensor], ShardedQuantEmbeddingBagCollection
+):
     """A quantized `EmbeddingBagCollection` behind maps, in pieces: (KeyedTensor, remapped ids)."""
-
-    if TYPE_CHECKING:
-
-        def forward(  # type: ignore[override]
-            self, features: KeyedJaggedTensor
-        ) -> tuple[KeyedTensor, KeyedJaggedTensor]:
-            """That of the collection behind maps, which does not know the type."""
-            ...
 
 
 class _SharderBehindMaps(BaseQuantEmbeddingSharder[M]):

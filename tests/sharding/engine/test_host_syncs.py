@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise import EmbeddingBagCollection, KeyedJaggedTensor, ShardingEnv
 from shardwise.embeddings import GradientCheckMode, LookupPolicy
+from shardwise.embeddings.tables import id_check
 from shardwise.jagged._segments import Beside
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.kernels.lookup.bounds import OK
@@ -24,7 +25,6 @@ from shardwise.planner import layout
 from shardwise.sharding.comms.codecs import FP16, FormatCodec
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.comms.qcomms import CommType, QCommsConfig, get_qcomm_codecs_registry
-from shardwise.sharding.engine import batch_check
 from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
@@ -117,7 +117,7 @@ def test_a_bad_batch_raises_before_its_ids_leave(
             {"a": 10, "b": 3}, lambda name, rows: layout.table_wise(name, rows, 4, 0), ShardingEnv.from_local(1, 0)
         )
         model(batch([2, 1, 0, 0]))
-        monkeypatch.setattr(batch_check, "check_ids", written)
+        monkeypatch.setattr(id_check, "check_ids", written)
         kjt = batch(lengths)
         if known:
             kjt.length_per_key()
