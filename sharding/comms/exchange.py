@@ -17,6 +17,7 @@ from datetime import timedelta
 from functools import partial, partialmethod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -164,12 +165,12 @@ class Exchange:
             what="numbers",
         )
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` by rank 0's, so that replicas begin equal."""
+    def broadcast(self, tensor: Tensor, rank: int = 0, *, what: str = "first values") -> None:
+        """Overwrite `tensor` by that of `rank`: so replicas begin equal."""
         if not self.alone:
             assert self.group is not None
-            broadcast = partial(dist.broadcast, src=dist.get_global_rank(self.group, 0))
-            Pending(tensor, self, broadcast, what="first values").wait()
+            broadcast = partial(dist.broadcast, src=dist.get_global_rank(self.group, rank))
+            Pending(tensor, self, broadcast, what=what).wait()
 
     def mean(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite each tensor by its mean over the ranks: one all-reduce for each dtype, equal bits on all ranks.
@@ -198,12 +199,13 @@ class Exchange:
         if self.alone:
             return mine
         assert self.group is not None
-        self.calls += 1
-        if self.watch is not None:
-            self.watch.require_open()
-        of_rank, by = [mine], _device_of_objects(self.group, device)
-        dist.broadcast_object_list(of_rank, dist.get_global_rank(self.group, rank), group=self.group, device=by)
-        return of_rank[0]
+        carrier = _device_of_objects(self.group, device)
+        size = torch.tensor([len(mine)], device="cpu").to(carrier)
+        self.broadcast(size, rank, what="bytes")
+        data = np.frombuffer(mine, np.uint8).copy() if rank == self.rank else np.empty(int(size), np.uint8)
+        of_rank = torch.from_numpy(data).to(carrier)
+        self.broadcast(of_rank, rank, what="bytes")
+        return of_rank.cpu().numpy().tobytes()
 
 
 def hang_up(group: dist.ProcessGroup) -> None:
@@ -217,14 +219,14 @@ def hang_up(group: dist.ProcessGroup) -> None:
             group._get_backend(torch.device("cuda")).abort()
 
 
-def _device_of_objects(group: dist.ProcessGroup, device: torch.device | None) -> torch.device | None:
-    """Where bytes lie while they travel; None where a CPU backend carries them.
+def _device_of_objects(group: dist.ProcessGroup, device: torch.device | None) -> torch.device:
+    """Where bytes lie while they travel: on the CPU, where a backend of its carries them.
 
     torch would take the current device: the first GPU on all ranks, unless each made its own the current one.
     """
     backends = str(dist.get_backend_config(group))
     if "nccl" not in backends or "gloo" in backends:
-        return None
+        return torch.device("cpu")
     if device is not None and device.type == "cuda" and device.index is not None:
         return device
     if group.bound_device_id is not None:

@@ -24,10 +24,13 @@ from shardwise import (
     KeyedJaggedTensor,
 )
 from shardwise.sharding import construct_module_sharding_plan, row_wise
+from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.engine.shards import LocalShards
 from shardwise.sharding.plan.plan import ShardingPlan
 
 ROWS, DIM = 12, 4
+# a place between the header, by which all ranks know that one failed, and its error
+TEXT = "the text of an error"
 # longer than any timeout_s, or Ctrl-C, that it is to outlast
 SLEEP_S = 8.0
 
@@ -97,6 +100,11 @@ class Model(nn.Module):
         return self.last(pooled).sum() + before.sum()  # type: ignore[no-any-return]
 
 
+def bad_features() -> KeyedJaggedTensor:
+    """An id that no table has."""
+    return KeyedJaggedTensor(["user", "item"], torch.tensor([ROWS]), lengths=torch.tensor([1, 0, 0, 0]))
+
+
 def features_of(step: int, rank: int) -> KeyedJaggedTensor:
     """Three ids for each of two features."""
     ids = [(7 * step + 5 * rank + n) % ROWS for n in range(6)]
@@ -126,17 +134,24 @@ def train(
     assert isinstance(inner, Model)
     optimizer = torch.optim.SGD([*inner.first.parameters(), *inner.last.parameters()], lr=0.1)
     look_up: Any = LocalShards.look_up
+    value: Any = Exchange.value
 
     def looked_up(shards: LocalShards, *args: Any) -> Any:
         inner.come("look up")
         return look_up(shards, *args)
 
-    with patch.object(LocalShards, "look_up", looked_up):
+    def told(exchange: Exchange, *args: Any) -> Any:
+        inner.come(TEXT)
+        return value(exchange, *args)
+
+    with patch.object(LocalShards, "look_up", looked_up), patch.object(Exchange, "value", told):
         for step in range(steps):
             inner.step = step
             with model.watched() if watched else nullcontext():
                 optimizer.zero_grad()
-                loss = model(features_of(step, dist.get_rank()))
+                # on the way to the fault the batch is bad: its rank tells the others why, or cannot
+                bad = (fault.place, step, dist.get_rank()) == (TEXT, 2, fault.rank)
+                loss = model(bad_features() if bad else features_of(step, dist.get_rank()))
                 inner.come("loss")
                 loss.backward()
                 inner.come("optimizer")

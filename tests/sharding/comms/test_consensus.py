@@ -165,8 +165,10 @@ def agreements() -> list[Any]:
 
 
 def test_ranks_go_on_together_or_raise_what_the_first_of_them_raised() -> None:
-    """The text of an error was cut off after 512 bytes. A good agreement is one exchange, a bad one two."""
-    errors = [(f"IndexError: rank {rank}: {'x' * 600} of rank {rank}", 2) for rank in (1, 0)]
+    """The text of an error was cut off after 512 bytes. A good agreement is one exchange; a bad one adds two, the
+    size of an error and its bytes.
+    """
+    errors = [(f"IndexError: rank {rank}: {'x' * 600} of rank {rank}", 3) for rank in (1, 0)]
     for rank, outcomes in enumerate(run_ranks(2, agreements)):
         good = ((f"of {rank}", [[7, 0], [8, 1]]), 1)
         assert outcomes == [good, *errors, good]

@@ -20,7 +20,7 @@ from shardwise.embeddings import OptimizerSpec
 from shardwise.planner import layout
 from shardwise.planner.layout import Shard
 from shardwise.sharding.comms.consensus import STEP_ERRORS, send_header
-from shardwise.sharding.comms.exchange import Exchange, Pending, _aliases, in_use, settle
+from shardwise.sharding.comms.exchange import Exchange, Pending, _aliases, _device_of_objects, in_use, settle
 from shardwise.sharding.engine.route import Sending
 from shardwise.sharding.engine.routes import Routes, Table, plan_routes
 from shardwise.sharding.engine.wire import Receiving, pack_weight_gradients
@@ -318,26 +318,35 @@ def test_columns_that_are_cut_for_some_rows_only_are_refused() -> None:
 
 def bytes_of_rank_one() -> tuple[bytes, object]:
     by: list[object] = []
-    broadcast = dist.broadcast_object_list
+    broadcast = dist.broadcast
 
-    def noted(*args: Any, device: torch.device | None = None, **kwargs: Any) -> None:
-        by.append(device)
-        broadcast(*args, device=device, **kwargs)
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        by.append(str(tensor.device))
+        return broadcast(tensor, *args, **kwargs)
 
-    with patch.object(dist, "broadcast_object_list", noted):
+    with patch.object(dist, "broadcast", noted):
         got = Exchange(dist.group.WORLD).value(b"of %d" % dist.get_rank(), 1, torch.device("cuda", 1))
     return got, by
 
 
 @pytest.mark.ranks
 def test_bytes_of_a_rank_are_carried_by_gloo_in_host_memory() -> None:
-    assert run_ranks(2, bytes_of_rank_one) == [(b"of 1", [None])] * 2
+    assert run_ranks(2, bytes_of_rank_one) == [(b"of 1", ["cpu", "cpu"])] * 2
+
+
+def no_bytes_of_rank_one() -> bytes:
+    return Exchange(dist.group.WORLD).value(b"longer" if dist.get_rank() == 0 else b"", 1)
+
+
+@pytest.mark.ranks
+def test_a_rank_may_have_no_bytes_to_give() -> None:
+    assert run_ranks(2, no_bytes_of_rank_one) == [b"", b""]
 
 
 @pytest.mark.parametrize(
     ("backends", "given", "bound", "current", "local", "by"),
     [
-        ("cpu:gloo,cuda:nccl", "cuda:2", None, 0, None, None),
+        ("cpu:gloo,cuda:nccl", "cuda:2", None, 0, None, "cpu"),
         ("cuda:nccl", "cuda:2", None, 0, None, "cuda:2"),
         ("cuda:nccl", None, "cuda:3", 0, "1", "cuda:3"),
         # without set_device all ranks took the first GPU
@@ -350,19 +359,14 @@ def test_bytes_of_a_rank_are_carried_by_gloo_in_host_memory() -> None:
 )
 def test_nccl_carries_bytes_by_the_own_device_of_a_rank(
     monkeypatch: pytest.MonkeyPatch, backends: str, given: str | None, bound: str | None, current: int,
-    local: str | None, by: str | None,
+    local: str | None, by: str,
 ) -> None:  # fmt: skip
     group: Any = Mock(bound_device_id=None if bound is None else torch.device(bound))
-    sent: list[Any] = []
-    found = {"get_world_size": 4, "get_rank": 0, "get_backend_config": backends, "get_global_rank": 2}
-    for name, value in found.items():
-        monkeypatch.setattr(dist, name, lambda *args, value=value: value)
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda *args, device, **kwargs: sent.append(device))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     if local is None:
         monkeypatch.delenv("LOCAL_RANK", raising=False)
     else:
         monkeypatch.setenv("LOCAL_RANK", local)
-    Exchange(group).value(b"", 2, None if given is None else torch.device(given))
-    assert sent == [None if by is None else torch.device(by)]
+    assert _device_of_objects(group, None if given is None else torch.device(given)) == torch.device(by)

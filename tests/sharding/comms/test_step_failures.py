@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from failing_model import SLEEP_S, Fault, build, features_of, train
+from failing_model import SLEEP_S, TEXT, Fault, build, features_of, train
 from lone_ranks import Said, lone_ranks, start_lone_ranks
 from torch import Tensor
 
@@ -71,6 +71,13 @@ def test_a_killed_rank_ends_its_peers(places: tuple[str, ...]) -> None:
         assert found[1].killed
         require_named(found, 1)
         assert "rank 1 ended, or does not answer" in found[0].text
+
+
+@pytest.mark.full
+def test_a_rank_that_ends_or_stands_still_before_it_told_its_error_is_named() -> None:
+    """All ranks knew by its header that it failed, and waited for the reason until the group's timeout."""
+    for outcomes in fail(Fault(TEXT, "kill"), Fault(TEXT, "stop"), timeout_s=6):
+        require_named(outcomes, 1)
 
 
 @pytest.mark.full
