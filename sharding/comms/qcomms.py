@@ -255,9 +255,8 @@ def codecs_of(
             )
         if not (hasattr(codecs, "forward") and hasattr(codecs, "backward")):
             raise ValueError(f"qcomm_codecs_registry[{name!r}] must be a QuantizedCommCodecs, got {codecs!r}")
-    ops = [CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL]
-    if pooled:
-        ops = [CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER]
+    of_pooled = [CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER]
+    ops = of_pooled if pooled else [CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL]
     given = [registry[op.name] for op in ops if registry and op.name in registry]
     pairs = [(_codec(codecs.forward, device), _codec(codecs.backward, device)) for codecs in given]
     if len({(_identity(forward), _identity(backward)) for forward, backward in pairs}) > 1:
