@@ -105,6 +105,7 @@ class QuantizedCommCodecs:
     backward: QuantizedCommCodec[Any] = field(default_factory=NoOpQuantizedCommCodec)
 
 
+@dataclass(eq=False)
 class FormatCommCodec(QuantizedCommCodec[None]):
     """One of our formats under TorchRec's names: fp16 and bf16 in their dtype and shape, the others as bytes.
 
@@ -112,8 +113,7 @@ class FormatCommCodec(QuantizedCommCodec[None]):
     inside the exchange, which knows both, blocks have any length.
     """
 
-    def __init__(self, codec: FormatCodec) -> None:
-        self.codec = codec
+    codec: FormatCodec
 
     def encode(self, input_tensor: Tensor, ctx: None = None) -> Tensor:
         dtype, n = self.quantized_dtype, input_tensor.numel()
