@@ -92,14 +92,13 @@ def differences(facts: Sequence[Facts], begin: str = "ranks differ in what all m
         by_value: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(facts):
             by_value.setdefault(of_rank.get(name, "nothing"), []).append(rank)
-        lines.append(f"{name}: {', '.join(_has(ranks, value) for value, ranks in by_value.items())}")
+        has = []
+        for value, ranks in by_value.items():
+            short = value if len(value) <= _LONG else f"{value[:_LONG]}..."
+            has.append(f"rank {ranks[0]} has {short}" if len(ranks) == 1 else f"ranks {ranks} have {short}")
+        lines.append(f"{name}: {', '.join(has)}")
     more = f"; and {len(listed) - _MOST} more" if len(listed) > _MOST else ""
     return f"{begin}: {'; '.join(lines)}{more}"
-
-
-def _has(ranks: Sequence[int], value: str) -> str:
-    short = value if len(value) <= _LONG else f"{value[:_LONG]}..."
-    return f"rank {ranks[0]} has {short}" if len(ranks) == 1 else f"ranks {list(ranks)} have {short}"
 
 
 def facts_of(value: object, of: str) -> dict[str, str]:

@@ -165,7 +165,7 @@ class LazyAwaitable(Traceable, Awaitable[W]):
         return getattr(result, name)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        return _same, (self.wait(),)
+        return _waited, (self.wait(),)
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.wait())})
@@ -259,10 +259,6 @@ def _waited(value: Any) -> Any:
 def _sized(result: Any, method: str) -> Any:
     """What to loop over: a KeyedTensor, which cannot be looped over itself, stands for its keys."""
     return result if hasattr(result, method) or not hasattr(result, "keys") else result.keys()
-
-
-def _same(result: Any) -> Any:
-    return result
 
 
 _register(LazyAwaitable)

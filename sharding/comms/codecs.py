@@ -136,10 +136,8 @@ class FormatCodec(Codec):
         if flat.shape[0] == 0 or not self.compresses:
             return flat.new_zeros((), dtype=torch.bool)
         check_block(flat, torch.float32, flat.shape[0])
-        if format.row == 1:
-            rows = flat.nan_to_num(0.0, 0.0, 0.0).view(1, -1)
-        else:
-            rows = _whole_rows(flat, [flat.shape[0]], format.row)
+        alone = format.row == 1
+        rows = flat.nan_to_num(0.0, 0.0, 0.0).view(1, -1) if alone else _whole_rows(flat, [len(flat)], format.row)
         # a row's scale depends on its extremes alone, and they are the first to leave the range
         edges = torch.stack([rows.amin(1), rows.amax(1)], 1)
         back = format.dequantize(*format.quantize(edges if scale is None else edges * scale))

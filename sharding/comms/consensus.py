@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
@@ -64,17 +65,15 @@ class ErrorCodec:
         # a KeyError prints its argument in quotes
         text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
         message = {"class": type(error).__name__, "text": text}
-        for kind in self.kinds:
-            if isinstance(error, kind.error):
-                try:
-                    return json.dumps({**message, "kind": kind.error.__name__, "payload": kind.payload(error)}).encode()
-                except Exception:
-                    # it has something that does not travel: its text does
-                    return json.dumps(message).encode()
-        for plain in self.plain:
-            if type(error) is plain or (self.subclasses and isinstance(error, plain)):
-                message["plain"] = plain.__name__
-                break
+        kind = next((kind for kind in self.kinds if isinstance(error, kind.error)), None)
+        alike = isinstance if self.subclasses else lambda error, plain: type(error) is plain
+        plain = next((plain for plain in self.plain if alike(error, plain)), None)
+        if kind is not None:
+            # where it has something that does not travel, its text does
+            with suppress(Exception):
+                return json.dumps({**message, "kind": kind.error.__name__, "payload": kind.payload(error)}).encode()
+        elif plain is not None:
+            message["plain"] = plain.__name__
         return json.dumps(message).encode()
 
     def decode(self, data: bytes, rank: int) -> Exception:
@@ -83,16 +82,14 @@ class ErrorCodec:
         named = f"{message['class']}: {message['text']}"
         prefix = f"rank {rank}: " if self.names_rank else ""
         error: object = None
-        try:
+        # one that takes more than a text is not made again
+        with suppress(Exception):
             if "kind" in message:
                 kind = next(kind for kind in self.kinds if kind.error.__name__ == message["kind"])
                 error = kind.rebuild(message["text"], message["payload"])
             elif "plain" in message:
                 plain = next(plain for plain in self.plain if plain.__name__ == message["plain"])
                 error = plain(prefix + message["text"])
-        except Exception:
-            # one that takes more than a text
-            error = None
         if not isinstance(error, Exception):
             error = RuntimeError(prefix + named)
         if not self.names_rank:
@@ -134,47 +131,31 @@ def value_or_error(
         What `fn` or `encode` raised, on all ranks: none waits for a rank that failed.
     """
     value: T | None = None
-    failure: Exception | None = None
-    message = b""
+    message: bytes | Exception = b""
     if exchange.rank == rank:
         try:
             value = fn()
-            message = _VALUE + encode(value)
+            message = encode(value)
         except Exception as error:
-            failure, message = error, _ERROR + errors.encode(error)
+            message = error
+    received = _message_or_error(exchange, rank, message, errors, device)
+    return cast(T, value) if exchange.rank == rank else decode(received)
+
+
+def _message_or_error(
+    exchange: Exchange, rank: int, message: bytes | Exception, errors: ErrorCodec, device: torch.device | None
+) -> bytes:
+    """The message of rank `rank`, on every rank; where it is an error all raise it."""
+    failure = message if isinstance(message, Exception) else None
     if exchange.alone and failure is not None:
         raise failure
-    message = exchange.value(message, rank, device)
+    data = _ERROR + errors.encode(message) if isinstance(message, Exception) else _VALUE + message
+    received = exchange.value(data, rank, device)
     if failure is not None and errors.keeps_own:
         raise agreed(failure)
-    if message.startswith(_ERROR):
-        raise agreed(errors.decode(message[len(_ERROR) :], rank))
-    return cast(T, value) if exchange.rank == rank else decode(message[len(_VALUE) :])
-
-
-def raise_first(
-    exchange: Exchange,
-    failed: Sequence[bool],
-    failure: Exception | None,
-    *,
-    errors: ErrorCodec,
-    device: torch.device | None = None,
-) -> None:
-    """Raise on all ranks the error of the first that `failed`; `failure` is this one's own, if it has one."""
-    if not any(failed):
-        return
-
-    def fail() -> NoReturn:
-        assert failure is not None
-        raise failure
-
-    try:
-        value_or_error(exchange, failed.index(True), fail, encode=bytes, decode=bytes, errors=errors, device=device)
-    except Exception as error:
-        if error is failure:
-            raise
-        # several ranks may have failed, each with an error of its own
-        raise error from failure
+    if received.startswith(_ERROR):
+        raise agreed(errors.decode(received[len(_ERROR) :], rank))
+    return received[len(_VALUE) :]
 
 
 @dataclass(frozen=True)
@@ -198,16 +179,35 @@ class PendingHeader:
             raise self.failure
         # host sync, the only one of a step that waits for other ranks: the numbers, and whether all ranks are well
         rows: list[list[int]] = self.pending.wait().tolist()
-        numbers, failed, differ = [], [], False
+        well, numbers = [*self.shared, _WELL], []
         for row in rows:
-            failed.append(row[_STATUS] != _WELL)
-            differ |= row[:_SHARED] != self.shared
+            if row[:_NUMBERS] != well:
+                self._fail(rows)
             numbers.append(row[_NUMBERS:])
-        if any(failed):
-            raise_first(self.exchange, failed, self.failure, errors=self.errors, device=self.device)
-        if differ:
-            raise_differences(rows, self.shared)
         return numbers
+
+    def _fail(self, rows: list[list[int]]) -> NoReturn:
+        """Raise on all ranks what the first that failed raised, or in what this one differs from others."""
+        failed = [row[_STATUS] != _WELL for row in rows]
+        if any(failed):
+            first = failed.index(True)
+            message = self.failure if self.failure is not None and first == self.exchange.rank else b""
+            try:
+                _message_or_error(self.exchange, first, message, self.errors, self.device)
+            except Exception as error:
+                if error is self.failure:
+                    raise
+                # several ranks may have failed, each with an error of its own
+                raise error from self.failure
+        meanings = (
+            "their plans, table configs or order of lookups", "whether gradients are enabled",
+            "whether per-id weights have gradients",
+        )  # fmt: skip
+        number = next(n for n in range(_SHARED) if any(row[n] != self.shared[n] for row in rows))
+        others, what = [rank for rank, row in enumerate(rows) if row[number] != self.shared[number]], meanings[number]
+        if number == 1 and self.shared[number] and all(rows[rank][number] for rank in others):
+            what = "whether their module is in train() or eval()"
+        raise agreed(RuntimeError(f"ranks {others} differ from this one in {what}"))
 
 
 def send_header(
@@ -238,19 +238,6 @@ def send_header(
     return PendingHeader(exchange, device, pending, front[:_SHARED], failure, errors)
 
 
-def raise_differences(rows: Sequence[Sequence[int]], shared: Sequence[int]) -> NoReturn:
-    """Raise RuntimeError, as ranks disagree on what all must share: the first numbers of their rows."""
-    meanings = (
-        "their plans, table configs or order of lookups", "whether gradients are enabled",
-        "whether per-id weights have gradients",
-    )  # fmt: skip
-    number = next(n for n in range(_SHARED) if any(row[n] != shared[n] for row in rows))
-    others, what = [rank for rank, row in enumerate(rows) if row[number] != shared[number]], meanings[number]
-    if number == 1 and shared[number] and all(rows[rank][number] for rank in others):
-        what = "whether their module is in train() or eval()"
-    raise agreed(RuntimeError(f"ranks {others} differ from this one in {what}"))
-
-
 def header_bytes(width: int) -> int:
     """Bytes of a header with so many numbers for its receiver."""
     return 8 * (_NUMBERS + width)
@@ -273,13 +260,12 @@ def all_or_error(
             join.
     """
     made: tuple[T, Sequence[int]] | None = None
-    failure: Exception | None = None
+    numbers: Sequence[Sequence[int]] | Exception
     try:
         made = fn()
+        numbers = [made[1]] * exchange.world_size
     except Exception as error:
-        failure = error
-    numbers = failure if made is None else [made[1]] * exchange.world_size
-    assert numbers is not None
+        numbers = error
     of_ranks = send_header(exchange, device, numbers, width=count, errors=errors).receive()
     assert made is not None
     return made[0], of_ranks

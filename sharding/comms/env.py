@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -52,10 +53,9 @@ def get_local_size(world_size: int | None = None) -> int:
 
     `world_size` is that of the default process group unless given.
     """
-    if world_size is None:
-        world_size = dist.get_world_size()
-    size = number_in_environment(_LOCAL_SIZE) or 0
-    return size if size and world_size % size == 0 else world_size
+    world = dist.get_world_size() if world_size is None else world_size
+    size = number_in_environment(_LOCAL_SIZE)
+    return size if size and world % size == 0 else world
 
 
 def number_in_environment(names: tuple[str, ...]) -> int | None:
@@ -155,13 +155,9 @@ class ShardingEnv:
     def local_group(self) -> dist.ProcessGroup | None:
         """The group of this rank's host. All ranks must ask for it the first time."""
         if self._local_group is None and self.process_group is not None:
-            ranks = dist.get_process_group_ranks(self.process_group)
-            each = self.local_world_size
-            for host in range(0, self.world_size, each):
-                # every process makes every group, its own or not
-                group = new_group(ranks[host : host + each])
-                if host <= self.rank < host + each:
-                    self._local_group = group
+            ranks, each = dist.get_process_group_ranks(self.process_group), self.local_world_size
+            hosts = [ranks[first : first + each] for first in range(0, self.world_size, each)]
+            self._local_group = _group_of(ranks[self.rank], hosts)
         return self._local_group
 
     def __deepcopy__(self, memo: object) -> ShardingEnv:
@@ -206,7 +202,10 @@ class ShardingEnv2D(ShardingEnv):
             shape = list(device_mesh.mesh.shape)
             raise ValueError(f"device_mesh must be [replicas, ranks of a sharding group] = {list(sizes)}, got {shape}")
         if node_group_size is None:
-            node_group_size = _ranks_on_a_host(*sizes, contiguous=use_inter_host_allreduce)
+            replicas, local = sizes[0], get_local_size(sizes[0] * sizes[1])
+            # ranks of a sharding group that are not consecutive stand `replicas` apart
+            apart = local // replicas if local % replicas == 0 else 1
+            node_group_size = math.gcd(local, sizes[1]) if use_inter_host_allreduce else apart
         super().__init__(sizes[1], dist.get_rank(sharding_pg), sharding_pg, local_world_size=node_group_size)
         self.sharding_pg, self.replica_pg, self.global_pg = sharding_pg, replica_pg, global_pg
         self.global_rank, self.global_world_size = dist.get_rank(global_pg), dist.get_world_size(global_pg)
@@ -230,15 +229,6 @@ class ShardingEnv2D(ShardingEnv):
             # each sharding group makes its own, so only the members of a host meet
             self._local_group = new_group(ranks[first : first + self.local_world_size], members_only=True)
         return self._local_group
-
-
-def _ranks_on_a_host(replicas: int, size: int, *, contiguous: bool) -> int:
-    """How many consecutive ranks of a sharding group of `size` share a host."""
-    local = get_local_size(replicas * size)
-    if contiguous:
-        return math.gcd(local, size)
-    # ranks of a group stand `replicas` apart
-    return local // replicas if local % replicas == 0 else 1
 
 
 def default_env() -> ShardingEnv:
@@ -269,9 +259,6 @@ _LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "M
 
 Groups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 
-# the default group they were made for, its backend, and the groups
-_made: tuple[object, str | None, Groups] | None = None
-
 
 def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
     """This process's number on its host: LOCAL_RANK (or MPI's word for it) where it is one, else from `rank`.
@@ -291,9 +278,7 @@ def get_group_rank(world_size: int | None = None, rank: int | None = None) -> in
 
 def get_num_groups(world_size: int | None = None) -> int:
     """How many hosts there are."""
-    if world_size is None:
-        world_size = dist.get_world_size()
-    return world_size // get_local_size(world_size)
+    return (dist.get_world_size() if world_size is None else world_size) // get_local_size(world_size)
 
 
 def intra_and_cross_node_pg(device: torch.device | None = None, backend: str | None = None) -> Groups:
@@ -301,23 +286,24 @@ def intra_and_cross_node_pg(device: torch.device | None = None, backend: str | N
 
     Of 12 ranks on hosts of 6, rank 7 gets the groups of 6 .. 11 and of 1, 7. On meta there are none.
     """
-    global _made
-    if device is not None and device.type == "meta":
-        return None, None
-    world = dist.group.WORLD
-    if _made is None or _made[:2] != (world, backend):
-        each, size, me = get_local_size(), dist.get_world_size(), dist.get_rank()
-        intra = [list(range(first, first + each)) for first in range(0, size, each)]
-        cross = [list(range(number, size, each)) for number in range(each)]
-        _made = world, backend, (_group_of(me, intra, backend), _group_of(me, cross, backend))
-    return _made[2]
+    on_meta = device is not None and device.type == "meta"
+    return (None, None) if on_meta else _groups_of_hosts(dist.group.WORLD, backend)
+
+
+@lru_cache(maxsize=1)
+def _groups_of_hosts(world: dist.ProcessGroup, backend: str | None) -> Groups:
+    """Those of the default group, which is made anew now and then."""
+    each, size = get_local_size(), dist.get_world_size(world)
+    intra = [list(range(first, first + each)) for first in range(0, size, each)]
+    cross = [list(range(number, size, each)) for number in range(each)]
+    rank = dist.get_rank(world)
+    return _group_of(rank, intra, backend), _group_of(rank, cross, backend)
 
 
 def intra_and_cross_node_pg_2D(env: ShardingEnv2D, device: torch.device | None = None) -> Groups:  # noqa: N802
     """As `intra_and_cross_node_pg`, inside this rank's sharding group, whose hosts are as `env` says."""
-    if device is not None and device.type == "meta":
-        return None, None
-    return env.local_group(), cross_group(env)
+    on_meta = device is not None and device.type == "meta"
+    return (None, None) if on_meta else (env.local_group(), cross_group(env))
 
 
 def cross_group(env: ShardingEnv) -> dist.ProcessGroup | None:
@@ -329,7 +315,7 @@ def cross_group(env: ShardingEnv) -> dist.ProcessGroup | None:
     return new_group(own, members_only=True)
 
 
-def _group_of(rank: int, groups: list[list[int]], backend: str | None) -> dist.ProcessGroup | None:
+def _group_of(rank: int, groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
     """The group with `rank` in it; every process makes every group, its own or not."""
     made = [new_group(ranks, backend) for ranks in groups]
     return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)

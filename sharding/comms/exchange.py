@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial, partialmethod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -105,8 +105,7 @@ class Exchange:
     def gather(self, mine: Sequence[int], device: torch.device) -> list[list[int]]:
         """As many numbers of every rank as `mine` has, rank after rank. Waits, which is a host sync on CUDA."""
         rows = torch.tensor([list(mine)] * self.world_size, dtype=torch.int64, device="cpu")
-        numbers: list[list[int]] = self.all_to_all(rows.to(device), what="headers").wait().tolist()
-        return numbers
+        return cast(list[list[int]], self.all_to_all(rows.to(device), what="headers").wait().tolist())
 
     def rows(
         self,
@@ -286,8 +285,8 @@ class Pending:
                 try:
                     # NCCL's wait is for the stream, and with a limit it would be for the host
                     self._work.wait(SLICE) if self._received.is_cpu else self._work.wait()
-                except RuntimeError as error:
-                    watch.wait_or_fail(self._work, error)
+                except RuntimeError:
+                    watch.wait_or_fail(self._work)
                 watch.at, watch.last = None, self._what
             elif self._work is not None:
                 self._work.wait()

@@ -107,7 +107,8 @@ def diagnose(why: str, statuses: Mapping[int, RankStatus], rank: int, world_size
         text = "; ".join(f"rank {r} failed {failed[r].where}: {failed[r].error}" for r in ranks)
     elif silent:
         ranks = silent
-        text = f"{_named(silent)} ended, or does not answer; {why}"
+        who = f"rank {silent[0]}" if len(silent) == 1 else f"each of ranks {silent}"
+        text = f"{who} ended, or does not answer; {why}"
     elif 0 < len(absent) < world_size:
         ranks = sorted(absent)
         text = "; ".join(f"rank {r} did not come: it is {absent[r].where}" for r in ranks) + f", and {why}"
@@ -128,7 +129,3 @@ def store_lost(why: str, where: str, rank: int, host: int | None) -> RankFailure
     who = "the process that keeps the group's store" if host is None else f"rank {host} (which keeps the group's store)"
     text = f"{who} ended, or does not answer; {why}. Rank {rank} was {where}"
     return RankFailure(f"{text}. {_WAY_OUT}", () if host is None else (host,))
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {list(ranks)}"

@@ -7,6 +7,7 @@ number m on their hosts: it adds up what its host's ranks have for those. W rank
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -28,11 +29,8 @@ class HostExchange:
         send = torch.cat([blocks[source].flatten() for m in range(size) for source in range(m, world, size)])
         answered = batches[self._number :: size]
         received = self._local.rows(send, numbers, [numbers[self._number]] * size).wait()
-        of_ranks = received.view(size, sum(answered), columns).unbind()
-        total = of_ranks[0]
         # in the order of the ranks
-        for of_rank in of_ranks[1:]:
-            total = total + of_rank
+        total = reduce(torch.add, received.view(size, sum(answered), columns).unbind())
         return list(zip(range(self._number, world, size), total.split_with_sizes(list(answered)), strict=True))
 
     def rows_transpose(self, gradient: Tensor, batches: Sequence[int]) -> Tensor:

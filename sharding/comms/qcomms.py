@@ -105,6 +105,7 @@ class QuantizedCommCodecs:
     backward: QuantizedCommCodec[Any] = field(default_factory=NoOpQuantizedCommCodec)
 
 
+@dataclass(eq=False)
 class FormatCommCodec(QuantizedCommCodec[None]):
     """One of our formats under TorchRec's names: fp16 and bf16 in their dtype and shape, the others as bytes.
 
@@ -112,8 +113,7 @@ class FormatCommCodec(QuantizedCommCodec[None]):
     inside the exchange, which knows both, blocks have any length.
     """
 
-    def __init__(self, codec: FormatCodec) -> None:
-        self.codec = codec
+    codec: FormatCodec
 
     def encode(self, input_tensor: Tensor, ctx: None = None) -> Tensor:
         dtype, n = self.quantized_dtype, input_tensor.numel()
@@ -255,9 +255,8 @@ def codecs_of(
             )
         if not (hasattr(codecs, "forward") and hasattr(codecs, "backward")):
             raise ValueError(f"qcomm_codecs_registry[{name!r}] must be a QuantizedCommCodecs, got {codecs!r}")
-    ops = [CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL]
-    if pooled:
-        ops = [CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER]
+    of_pooled = [CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER]
+    ops = of_pooled if pooled else [CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL]
     given = [registry[op.name] for op in ops if registry and op.name in registry]
     pairs = [(_codec(codecs.forward, device), _codec(codecs.backward, device)) for codecs in given]
     if len({(_identity(forward), _identity(backward)) for forward, backward in pairs}) > 1:

@@ -16,6 +16,7 @@ rank 0 is alive with it.
 from __future__ import annotations
 
 import atexit
+import copy
 import json
 import math
 import os
@@ -26,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -129,8 +130,8 @@ class Watch:
         self._groups.add(group)
         _watches[group] = self
 
-    def wait_or_fail(self, work: Any, error: RuntimeError) -> None:
-        """Wait on for what `SLICE` was too short for, as `error` says, or what failed.
+    def wait_or_fail(self, work: Any) -> None:
+        """Wait on for what `SLICE` was too short for, or what failed.
 
         Raises:
             RankFailure: a rank failed, or did not come in time.
@@ -143,19 +144,17 @@ class Watch:
             try:
                 work.wait(SLICE)
                 return
-            except RuntimeError as again:
-                error = again
-            if done:
-                raise self.failure(error) from error
+            except RuntimeError as error:
+                if done:
+                    raise self.failure(error) from error
 
     def failure(self, error: BaseException) -> RankFailure:
         """What this rank raises for an error of the group, after a roll call."""
         self._raise_alarm(f"{self._where()} I got {format_error(error)}")
         # the store may be gone without a word, and the thread with it
         if not self._over.wait(self._roll_call_s() + 4 * self._look_s() + 1) or self._failure is None:
-            self._close()
-            return store_lost(f"it got {format_error(error)}", self._where(), self.rank, self._host)
-        return RankFailure(str(self._failure), self._failure.ranks)
+            self._close(store_lost(f"it got {format_error(error)}", self._where(), self.rank, self._host))
+        return copy.copy(cast(RankFailure, self._failure))
 
     def report(self, error: BaseException, where: str) -> None:
         """See to an error that leaves this rank's step: tell the others, unless they know or are its cause.
@@ -170,7 +169,7 @@ class Watch:
         self._error = RankStatus(f"{where}, {self._where()}", error=format_error(error))
         self._raise_alarm(f"{self._where()} I failed")
         self._over.wait(self._roll_call_s())
-        self._close()
+        self._close(closed_by(self.rank, self._error))
 
     def require_open(self) -> None:
         """Refuse an exchange of a group that is closed, in which gloo would wait for nobody.
@@ -179,12 +178,7 @@ class Watch:
             RankFailure: it is; says why.
         """
         if self.is_closed:
-            failure = self._failure
-            if self._error is not None:
-                failure = closed_by(self.rank, self._error)
-            if failure is None:
-                failure = store_lost(self._alarm or "it was closed", self._where(), self.rank, self._host)
-            raise RankFailure(str(failure), failure.ranks)
+            raise copy.copy(cast(RankFailure, self._failure))
 
     def translate(self, error: BaseException) -> None:
         """Raise RankFailure for an error of the process group, of which another rank is the cause."""
@@ -193,7 +187,7 @@ class Watch:
 
     @contextmanager
     def over(self, where: str) -> Iterator[None]:
-        """`meet` for what a block raises."""
+        """`report` for what a block raises."""
         self._blocks += 1
         try:
             yield
@@ -203,14 +197,11 @@ class Watch:
         finally:
             self._blocks -= 1
 
-    def end(self) -> None:
-        """Let the thread go."""
+    def end(self) -> threading.Thread:
+        """Let the thread go; returns it."""
         self._ending = True
         self._wake.set()
-
-    def join(self, seconds: float) -> None:
-        """Wait until it went."""
-        self._thread.join(seconds)
+        return self._thread
 
     def _where(self) -> str:
         if self.at is not None:
@@ -238,15 +229,19 @@ class Watch:
                 store = _store_of(group)
                 del group
                 self._time_the_wait()
-                if self._alarm is None:
+                alarm, end = self._alarm, time.monotonic() + self._roll_call_s()
+                self._rendezvous.advance(store)
+                while alarm is not None and self._rendezvous.prefix is None and time.monotonic() < end:
+                    time.sleep(0.02)
                     self._rendezvous.advance(store)
-                elif not self._wait_for_rendezvous(store):
-                    # nobody is there to ask
-                    self._failure = diagnose(self._alarm, {self.rank: self._status()}, self.rank, self.world_size)
-                    return
                 prefix = self._rendezvous.prefix
-                if self._alarm is not None and not store.check([f"{prefix}/alarm"]):
-                    store.set(f"{prefix}/alarm", f"rank {self.rank} said: {self._alarm}")
+                if alarm is not None:
+                    if prefix is None:
+                        # nobody is there to ask
+                        self._failure = diagnose(alarm, {self.rank: self._status()}, self.rank, self.world_size)
+                        return
+                    if not store.check([f"{prefix}/alarm"]):
+                        store.set(f"{prefix}/alarm", f"rank {self.rank} said: {alarm}")
                 if prefix is not None and store.check([f"{prefix}/alarm"]):
                     self._call_the_roll(store)
                     return
@@ -262,28 +257,17 @@ class Watch:
                 self._failure = store_lost(why, self._where(), self.rank, self._host)
         finally:
             self._over.set()
-            if self._failure is not None:
-                self._close()
+            # an error of its own closes the groups once it was reported
+            if self._failure is not None and self._error is None:
+                self._close(self._failure)
 
     def _time_the_wait(self) -> None:
         """Raise the alarm where this rank has been in one exchange for too long."""
-        if self.at is None or self.timeout_s is None:
-            self._timed = (0, 0.0)
-            return
-        now = time.monotonic()
+        limit = math.inf if self.timeout_s is None else self.timeout_s - self._roll_call_s() - 2 * self._look_s()
         if self._timed[0] != self.waits:
-            self._timed = (self.waits, now)
-        elif now - self._timed[1] > self.timeout_s - self._roll_call_s() - 2 * self._look_s():
-            self._alarm = self._alarm or f"{self._where()} I waited for {self.timeout_s:g} s (timeout_s)"
-
-    def _wait_for_rendezvous(self, store: Store) -> bool:
-        """Whether this rank finds the keys of its group within the time of a roll call."""
-        end = time.monotonic() + self._roll_call_s()
-        while True:
-            self._rendezvous.advance(store)
-            if self._rendezvous.prefix is not None or time.monotonic() > end:
-                return self._rendezvous.prefix is not None
-            time.sleep(0.02)
+            self._timed = (self.waits, time.monotonic())
+        elif self.at is not None and time.monotonic() - self._timed[1] > limit:
+            self._raise_alarm(f"{self._where()} I waited for {self.timeout_s:g} s (timeout_s)")
 
     def _status(self) -> RankStatus:
         return self._error or RankStatus(self._where(), waits=self.at is not None)
@@ -307,8 +291,9 @@ class Watch:
         why = store.get(f"{prefix}/alarm").decode()
         self._failure = diagnose(why, statuses, self.rank, self.world_size)
 
-    def _close(self) -> None:
-        self.is_closed = True
+    def _close(self, failure: RankFailure) -> None:
+        """End what this rank waits for; exchanges from now on raise `failure`."""
+        self._failure, self.is_closed = failure, True
         for group in list(self._groups):
             self._hang_up(group)
 
@@ -349,8 +334,7 @@ def watch_over(
 
 def _store_of(group: dist.ProcessGroup) -> Store:
     """The store that the ranks of a group share; KeyError once the group is destroyed."""
-    store: Store = dist.distributed_c10d._get_process_group_store(group)
-    return store
+    return dist.distributed_c10d._get_process_group_store(group)
 
 
 def _host_of_store(group: dist.ProcessGroup) -> int | None:
@@ -366,8 +350,5 @@ def _host_of_store(group: dist.ProcessGroup) -> int | None:
 @atexit.register
 def _end_all() -> None:
     # a thread that is in C++ when the interpreter goes would take the process down
-    watches = set(_watches.values())
-    for watch in watches:
-        watch.end()
-    for watch in watches:
-        watch.join(2)
+    for thread in [watch.end() for watch in set(_watches.values())]:
+        thread.join(2)
