@@ -164,9 +164,9 @@ class File:
             "shardwise_tuned": configs.FORMAT, "device": device, "architecture": architecture, "entries": [], "cpu": [],
         }  # fmt: skip
         if path.exists():
-            held = configs.read(path)
-            if held.device != device:
-                raise ValueError(f"{path} holds configs of {held.device}, not of {device}")
+            stored = configs.read(path)
+            if stored.device != device:
+                raise ValueError(f"{path} holds configs of {stored.device}, not of {device}")
             self.content.update(json.loads(path.read_text(encoding="utf-8")))
         # what is found in minutes should not fail to be written in the end
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -225,7 +225,7 @@ def tune_all(
     rounds: int = ROUNDS,
     seconds: float,
     again: bool = False,
-    tell: Callable[[int, str], None] = lambda done, what: None,
+    tell: Callable[[int, str], None] = lambda done, doing: None,
 ) -> Iterator[Found]:
     """Tune jobs that the file has no entry of, in their order, until the seconds are used up; each is written at once.
 
