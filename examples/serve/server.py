@@ -35,7 +35,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from batches import Batcher, Limits, ModelFailed
 from connections import ConnectionLimits, Connections
-from errors import Handler, Refused, json_response, told
+from errors import Handler, Refused, json_response, respond_to_errors
 from instances import MAX_IDS, Instance, answer, check_outputs, read_body, read_instances
 from metrics import BATCH_SIZES, LATENCY_SECONDS, Counts, Gauge, Histogram, text
 
@@ -79,7 +79,7 @@ class Server:
         self.batcher: Batcher[Instance] = Batcher(self._predict, self.worker, limits, self.batch_sizes.add)
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[self._counted, told], client_max_size=self.max_bytes)
+        app = web.Application(middlewares=[self._counted, respond_to_errors], client_max_size=self.max_bytes)
         app.router.add_post("/predict", self.predict)
         app.router.add_get("/healthz", self.health)
         app.router.add_get("/metrics", self.metrics)

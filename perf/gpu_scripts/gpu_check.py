@@ -67,7 +67,7 @@ from shardwise.perf.suite.timing import gb_per_s, spread, times_us
 from shardwise.perf.tune.tuner import (
     ROUNDS,
     File,
-    told,
+    text_of,
     tune_all,
 )
 from shardwise.perf.tune.tuner_inputs import (
@@ -183,7 +183,7 @@ def autotune(device: str, sizes: Sizes) -> dict[str, Any]:
             if outcome.failed:
                 dropped += outcome.dropped
                 continue
-            entries.append({"entry": outcome.what, "ratio": round(outcome.ratio, 3), "config": told(outcome.config)})
+            entries.append({"entry": outcome.what, "ratio": round(outcome.ratio, 3), "config": text_of(outcome.config)})
             dropped += outcome.dropped
         tuned = json.loads(file.path.read_text(encoding="utf-8")) if entries else None
     return {"entries": entries, "of": len(jobs), "failed": dropped, "file": tuned}

@@ -57,8 +57,8 @@ from shardwise.sharding.comms.env import is_alone
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.comms.qcomms import CommType, QCommsConfig, get_qcomm_codecs_registry
 
-# a section that waits longer than this for another rank has failed; and how soon a failed rank is to be heard of
-STUCK_S, HEARD_S = 60.0, 20.0
+# a section that waits longer than this for another rank has failed; and how soon a failed rank is to be noticed
+STUCK_S, NOTICED_S = 60.0, 20.0
 DENSE, LR = 4, 0.5
 
 
@@ -438,7 +438,7 @@ def failure(ranks: Ranks) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     wanted = "ZeroDivisionError" if ranks.rank == last else "RankFailure"
     well = raised.startswith(wanted) and (ranks.rank == last or named == (last,))
-    differences["own error"] = "" if well and seconds < HEARD_S else f"after {seconds:.1f} s: {raised}"
+    differences["own error"] = "" if well and seconds < NOTICED_S else f"after {seconds:.1f} s: {raised}"
     try:
         model.module.tables(batch)
         differences["group after it"] = "an exchange went through"

@@ -109,12 +109,12 @@ def same_results(
                 got = inputs.result()
         # a compiler may fail in any way, and the others are still worth their time
         except Exception as error:
-            dropped.append(f"{job}: {told(config)} fails: {in_a_line(error)}")
+            dropped.append(f"{job}: {text_of(config)} fails: {in_a_line(error)}")
             continue
         if all(map(same_bits, got, expected)):
             kept.append(config)
         else:
-            dropped.append(f"{job}: {told(config)} gives other bits than the heuristic")
+            dropped.append(f"{job}: {text_of(config)} gives other bits than the heuristic")
     return kept, dropped
 
 
@@ -144,7 +144,7 @@ def _stop_after(deadline: float) -> None:
         raise OutOfTimeError
 
 
-def told(config: Config) -> str:
+def text_of(config: Config) -> str:
     """A config in words."""
     return " ".join(f"{name}={value}" for name, value in config.items()) or "heuristic"
 

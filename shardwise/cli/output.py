@@ -77,7 +77,7 @@ def require_writable(path: Path) -> None:
 
 
 @contextmanager
-def one_line(*kinds: type[Exception], told_as: type[click.ClickException] = Wrong) -> Iterator[None]:
+def one_line(*kinds: type[Exception], raised_as: type[click.ClickException] = Wrong) -> Iterator[None]:
     """Errors of these kinds are one line and a status, not a traceback."""
     try:
         yield
@@ -87,7 +87,7 @@ def one_line(*kinds: type[Exception], told_as: type[click.ClickException] = Wron
         if isinstance(error, OSError) and error.strerror and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
         # a library's sentence may have lines of its own
-        raise told_as("; ".join(line.strip() for line in str(text).splitlines() if line.strip())) from error
+        raise raised_as("; ".join(line.strip() for line in str(text).splitlines() if line.strip())) from error
 
 
 def print_json(data: Any) -> None:
@@ -292,7 +292,7 @@ def spinner(doing: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def told_warnings() -> Iterator[list[str]]:
+def warning_lines() -> Iterator[list[str]]:
     """What warns inside is a line each on stderr, once, after all of it; yields the lines, which it fills then."""
     lines: list[str] = []
     with warnings.catch_warnings(record=True) as caught:

@@ -22,7 +22,7 @@ from .output import (
     progress,
     require_writable,
     spinner,
-    told_warnings,
+    warning_lines,
 )
 from .plan_request import (
     MOST_RANKS,
@@ -33,7 +33,7 @@ from .plan_request import (
     memory,
     optimizer,
     request_of,
-    require_said,
+    require_options,
     share,
     unusable,
 )
@@ -109,11 +109,11 @@ def add_plan(commands: click.Group) -> None:
         """
         if ctx.invoked_subcommand is not None:
             return
-        require_said(asked)
+        require_options(asked)
         _require_writable(out, html)
         limit = asked.pop("seconds")
         load_torch()
-        with told_warnings() as warned, spinner("reading") as update, one_line(*unusable(), told_as=Wrong):
+        with warning_lines() as warned, spinner("reading") as update, one_line(*unusable(), raised_as=Wrong):
             if asked["optimizer"] is not None:
                 asked["optimizer"] = optimizer(asked["optimizer"]) or ""
             planned = _planned(lambda: request_of(**asked), limit, as_json, update)
@@ -133,7 +133,7 @@ def add_plan(commands: click.Group) -> None:
         """
         _require_writable(html)
         load_torch()
-        with told_warnings() as warned, spinner("reading") as update, one_line(*unusable(), told_as=Wrong):
+        with warning_lines() as warned, spinner("reading") as update, one_line(*unusable(), raised_as=Wrong):
             from ..planner.plan.plan_files import is_whole, planned_from_json, read_plan
 
             read = read_plan(path)
@@ -158,7 +158,7 @@ def add_plan(commands: click.Group) -> None:
     def diff(a: Path, b: Path, verbose: bool, as_json: bool) -> None:
         """What changes from the plan in file A to that in file B; ends with status 1 if anything does."""
         load_torch()
-        with told_warnings(), spinner("comparing") as update, one_line(*unusable(), told_as=Wrong):
+        with warning_lines(), spinner("comparing") as update, one_line(*unusable(), raised_as=Wrong):
             difference = _difference(a, b, update)
         if as_json:
             print_json(difference.as_dict())
@@ -195,7 +195,7 @@ def add_plan(commands: click.Group) -> None:
         """Plan again what the file PLAN was made from, with a change, and show both."""
         _require_writable(out, html)
         load_torch()
-        with told_warnings(), spinner("reading") as update, one_line(*unusable(), told_as=Wrong):
+        with warning_lines(), spinner("reading") as update, one_line(*unusable(), raised_as=Wrong):
             from ..planner.plan.plan_files import load_planned
             from ..planner.reports.difference import diff as difference_of
 
@@ -315,7 +315,7 @@ def _calibrate(world_size: int, device: str, seconds: float, threads: int, out: 
     from ..sharding.calibration.calibrate import calibrate
 
     require_writable(out)
-    with one_line(*unusable(), told_as=Wrong), progress("measuring") as update:
+    with one_line(*unusable(), raised_as=Wrong), progress("measuring") as update:
         try:
             constants = calibrate(
                 world_size, device, seconds=seconds, out=out, threads=threads,

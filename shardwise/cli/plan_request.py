@@ -219,7 +219,7 @@ def _wants_values(error: BaseException) -> bool:
     return isinstance(error, (NotImplementedError, RuntimeError)) and "meta" in str(error)
 
 
-def require_said(asked: Mapping[str, Any]) -> None:
+def require_options(asked: Mapping[str, Any]) -> None:
     """Refuse options that contradict each other or leave out what a plan needs, before anything heavy is imported."""
     tables, model, world_size, hosts = (asked[name] for name in ("tables", "model", "world_size", "hosts"))
     device, hbm, card = asked["device"], asked["hbm"], asked["card"]
@@ -257,7 +257,7 @@ def request_of(
     constants: Path | None,
     reserve: float | int,
 ) -> Request:
-    """What the arguments ask for, which `require_said` has looked at; `optimizer` is "" for none, None if not given."""
+    """What the arguments ask for, checked by `require_options`; `optimizer` is "" for none, None if not given."""
     from ..planner.constants_measured import Constants
     from ..planner.constraints import ParameterConstraints, check_settings_of, constraint_of
     from ..planner.cost.model import cost_model
@@ -292,7 +292,7 @@ def request_of(
             rules[table.name] = replace(rule or ParameterConstraints(), sharding_types=kinds)
     settings = {
         "tables": str(tables or model),
-        "reservation": _told_share(reserve) if device == "cuda" else "none",
+        "reservation": _share_text(reserve) if device == "cuda" else "none",
         "optimizer": assumed,
     }
     if constraints is not None:
@@ -382,10 +382,10 @@ def _topology(
         return whole, ()
     left = [available - less for available, less in zip(whole.hbm, kept, strict=True)]
     if min(left) < 0:
-        wrong(f"--reserve {_told_share(reserve)} is more than the {min(whole.hbm) / 2**30:.4g} GiB of a GPU")
+        wrong(f"--reserve {_share_text(reserve)} is more than the {min(whole.hbm) / 2**30:.4g} GiB of a GPU")
     return resized_topology(whole, hbm=left), kept
 
 
-def _told_share(reserve: float | int) -> str:
+def _share_text(reserve: float | int) -> str:
     text = f"{100 * reserve:.4g} %" if isinstance(reserve, float) else f"{reserve / 2**30:.4g} GiB"
     return f"{text} of each GPU's memory"

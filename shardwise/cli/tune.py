@@ -210,7 +210,7 @@ def _tune_cpu(
 
 def _list_jobs(jobs: list[Job], as_json: bool) -> None:
     from ..perf.tune.candidates import candidates
-    from ..perf.tune.tuner import SECONDS_A_CANDIDATE, told
+    from ..perf.tune.tuner import SECONDS_A_CANDIDATE, text_of
 
     if as_json:
         tries = [(job, candidates(job.key.kernel, job.key.dtype, job.key.dim)) for job in jobs]
@@ -220,7 +220,7 @@ def _list_jobs(jobs: list[Job], as_json: bool) -> None:
     for job in jobs:
         tried = candidates(job.key.kernel, job.key.dtype, job.key.dim)
         count += 1 + len(tried)
-        click.echo(f"{job}: heuristic against {'; '.join(map(told, tried)) or 'nothing'}")
+        click.echo(f"{job}: heuristic against {'; '.join(map(text_of, tried)) or 'nothing'}")
     click.echo(f"{len(jobs)} entries, {count} configs, about {count * SECONDS_A_CANDIDATE / 60:.0f} minutes")
 
 
@@ -248,7 +248,7 @@ def _tuning(total: int) -> Iterator[Callable[[int, str], None]]:
 
 def _report(results: Iterable[Found], file: File | None, as_json: bool) -> None:
     """Print what is found, also of a run that is interrupted, and where it went."""
-    from ..perf.tune.tuner import told
+    from ..perf.tune.tuner import text_of
 
     table = table_of("entry", right=("default us", "best us", "ratio"), last=("config",))
     dropped: list[str] = []
@@ -268,7 +268,7 @@ def _report(results: Iterable[Found], file: File | None, as_json: bool) -> None:
                 f"{result.default_us:.1f}",
                 f"{result.best_us:.1f}",
                 f"{result.ratio:.2f}",
-                told(result.config),
+                text_of(result.config),
             )
     except KeyboardInterrupt:
         ended = "Ctrl-C"
@@ -279,7 +279,7 @@ def _report(results: Iterable[Found], file: File | None, as_json: bool) -> None:
     for sentence in dropped:
         click.echo(sentence, err=as_json)
     where = "nothing is kept of a proof: give --out" if file is None else f"written to {file.path}"
-    told_failed = f", {failed} failed" * (failed > 0)
-    click.echo(f"{table.row_count - failed} entries until {ended} ended{told_failed}; {where}", err=as_json)
+    failed_text = f", {failed} failed" * (failed > 0)
+    click.echo(f"{table.row_count - failed} entries until {ended} ended{failed_text}; {where}", err=as_json)
     if failed and failed == table.row_count:
         sys.exit(NO)

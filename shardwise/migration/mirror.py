@@ -42,9 +42,9 @@ def install() -> None:
             f"the real torchrec is already imported ({real[0]}): call shardwise.torchrec.install() before the first"
             " import of it"
         )
-    serve("torchrec", theirs="torchrec")
+    serve("torchrec", original="torchrec")
     if "fbgemm_gpu" not in sys.modules and real_fbgemm() is None:
-        serve("fbgemm_gpu", theirs="fbgemm_gpu")
+        serve("fbgemm_gpu", original="fbgemm_gpu")
     hint_at_ops()
 
 
@@ -89,9 +89,9 @@ def leave_ops_alone() -> None:
         torch.ops.fbgemm.__class__ = _OpNamespace
 
 
-def serve(root: str, *, theirs: str) -> None:
-    """Answer imports of `root` and what is below it with what the tables have of `theirs`."""
-    Finder.roots[root] = theirs
+def serve(root: str, *, original: str) -> None:
+    """Answer imports of `root` and what is below it with what the tables have of `original`."""
+    Finder.roots[root] = original
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
 
