@@ -196,9 +196,9 @@ def _plan(run: Run) -> list[str]:
             for line in plan_in_short(run.planned).splitlines()
         )
         summary = f'<div class="told">{summary}</div>'
-        says = "Each rank's part of a step as the planner predicts it, in milliseconds, by table."
+        explanation = "Each rank's part of a step as the planner predicts it, in milliseconds, by table."
         lines += [
-            soft(says),
+            soft(explanation),
             f'<div class="plan">{_picture(run.planned)}{summary}</div>',
         ]
     return [

@@ -85,11 +85,11 @@ def formulas(count: int) -> tuple[str, bool]:
     shards, unequal, worst = 0, 0, 0.0
     for case in random_cases(count, seed=1):
         _, perfs, storages = estimate(case, peer)
-        _, our_perfs, our_storages = estimate(case, own)
+        _, own_perfs, own_storages = estimate(case, own)
         shards += len(perfs)
-        unequal += sum(a != b for a, b in zip(storages, our_storages, strict=True))
-        for theirs_ms, ours_ms in zip(perfs, our_perfs, strict=True):
-            for a, b in zip(theirs_ms, ours_ms, strict=True):
+        unequal += sum(a != b for a, b in zip(storages, own_storages, strict=True))
+        for peer_ms, own_ms in zip(perfs, own_perfs, strict=True):
+            for a, b in zip(peer_ms, own_ms, strict=True):
                 worst = max(worst, abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0)
     line = (
         f"{count} options, {shards} shards: largest relative difference of a time {worst:g}, {unequal} storages differ"
@@ -218,28 +218,28 @@ def compare_parts(lib: Any, problem: Instance, where: str, tally: Tally, seconds
     """Both sides' sequences of proposals and, for the first of each proposer, their placements and ratings."""
     number = {id(option): k for k, option in enumerate(problem.options)}
     proposals: dict[tuple[int, ...], list[Any]] = {}
-    ours_lib = libraries.ours(PLANNER)
-    sides = (lib, ours_lib)
+    own_lib = libraries.ours(PLANNER)
+    sides = (lib, own_lib)
     for name, make in PROPOSERS.items():
-        peer_proposals, their_seconds = sequence(lib, make(lib), problem)
-        own_proposals, our_seconds = sequence(lib, make(ours_lib), problem)
+        peer_proposals, peer_seconds = sequence(lib, make(lib), problem)
+        own_proposals, own_seconds = sequence(lib, make(own_lib), problem)
         numbered = [
             [[number[id(option)] for option in proposed] for proposed in side]
             for side in (peer_proposals, own_proposals)
         ]
         tally.compare(f"proposals, {name}", where, *numbered)
-        seconds[f"theirs, {name}"] += their_seconds
-        seconds[f"ours, {name}"] += our_seconds
+        seconds[f"theirs, {name}"] += peer_seconds
+        seconds[f"ours, {name}"] += own_seconds
         for proposed in peer_proposals[:MOST_PLACED]:
             proposals.setdefault(tuple(number[id(option)] for option in proposed), proposed)
     for proposal in proposals.values():
         for name, make in PARTITIONERS.items():
-            theirs_at, their_seconds = placed(lib, make(lib), proposal, problem.topology)
-            ours_at, our_seconds = placed(lib, make(ours_lib), proposal, problem.topology)
-            tally.compare(f"ranks, {name}", where, theirs_at, ours_at)
-            seconds[f"theirs, {name}"] += their_seconds
-            seconds[f"ours, {name}"] += our_seconds
-            if isinstance(ours_at, list):
+            peer_ranks, peer_seconds = placed(lib, make(lib), proposal, problem.topology)
+            own_ranks, own_seconds = placed(lib, make(own_lib), proposal, problem.topology)
+            tally.compare(f"ranks, {name}", where, peer_ranks, own_ranks)
+            seconds[f"theirs, {name}"] += peer_seconds
+            seconds[f"ours, {name}"] += own_seconds
+            if isinstance(own_ranks, list):
                 for model in ("NoopPerfModel", "NoopStorageModel"):
                     rates = [getattr(side, model)(problem.topology).rate(proposal) for side in sides]
                     tally.compare(f"rating, {model}", where, *rates)

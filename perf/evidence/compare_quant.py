@@ -284,7 +284,7 @@ def models_section(peer: Any) -> Section:
     counts = lengths.view(2, SAMPLES).sum(1).tolist()
     ids = torch.cat([torch.randint(0, len(w), (n,), generator=numbers) for w, n in zip(weights, counts, strict=True)])
     keys = ["f0", "f1"]
-    mine_in, their_in = (lib.KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths) for lib in (shardwise, peer))
+    own_input, peer_input = (lib.KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths) for lib in (shardwise, peer))
     lines = [
         "## Models", "",
         "One float collection through `quantize_inference_model` of both: largest error of the outputs against the"
@@ -295,17 +295,17 @@ def models_section(peer: Any) -> Section:
     ]  # fmt: skip
     bad = []
     for format, dtype in MODEL_DTYPES.items():
-        wanted = _collection(shardwise, weights)(mine_in).values().detach()
+        wanted = _collection(shardwise, weights)(own_input).values().detach()
         own_model, peer_model = _quantized(peer, weights, dtype)
-        own_out, peer_out = own_model(mine_in).values(), peer_model(their_in).values()
+        own_out, peer_out = own_model(own_input).values(), peer_model(peer_input).values()
         written = torchrec_state_dict(own_model, wrap={"int4": peer.UInt4Tensor, "int2": peer.UInt2Tensor})
         state = peer_model.state_dict()
         same = all(torch.equal(t.view(torch.uint8), state[name].view(torch.uint8)) for name, t in written.items())
-        ours_again, theirs_again = _quantized(peer, [torch.zeros_like(weight) for weight in weights], dtype)
-        load_torchrec_state_dict(ours_again, state)
+        own_loaded, peer_loaded = _quantized(peer, [torch.zeros_like(weight) for weight in weights], dtype)
+        load_torchrec_state_dict(own_loaded, state)
         # what its tables know of memory stays its own
-        theirs_again.load_state_dict(written, strict=False)
-        loaded = [ours_again(mine_in).values() - peer_out, theirs_again(their_in).values() - own_out]
+        peer_loaded.load_state_dict(written, strict=False)
+        loaded = [own_loaded(own_input).values() - peer_out, peer_loaded(peer_input).values() - own_out]
         apart = [float(off.abs().max() / wanted.abs().max()) for off in loaded]
         errors = [float((out - wanted).abs().max()) for out in (own_out, peer_out)]
         cells = [

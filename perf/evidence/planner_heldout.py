@@ -221,9 +221,9 @@ def _spearman(a: Any, b: Any) -> float:
 
 def page(facts: dict[str, Any]) -> str:
     """The result as Markdown."""
-    plans, says = facts["plans"], facts["judged"]
-    low, high = says["spearman_interval_95"]
-    least, middle, most = says["measured_over_predicted"]
+    plans, accuracy = facts["plans"], facts["judged"]
+    low, high = accuracy["spearman_interval_95"]
+    least, middle, most = accuracy["measured_over_predicted"]
     lines = [
         "# The cost model against plans that it was not calibrated on",
         "",
@@ -233,13 +233,13 @@ def page(facts: dict[str, Any]) -> str:
         " steps of the slower rank, plans taking turns. Constants were measured just before, on the workloads of"
         " `sharding/calibration/calibrate.py`; the plans below are of other tables, widths, lengths and batches.",
         "",
-        f"- Predictions span {says['predictions_span']:.1f} x; Spearman's correlation is {says['spearman']:.3f}"
+        f"- Predictions span {accuracy['predictions_span']:.1f} x; Spearman's correlation is {accuracy['spearman']:.3f}"
         f" (95 % bootstrap interval {low:.3f} to {high:.3f}).",
-        f"- {says['pairs_apart']} pairs are predicted more than {APART} x apart;"
-        f" {len(says['pairs_wrong'])} of them came out the other way round.",
+        f"- {accuracy['pairs_apart']} pairs are predicted more than {APART} x apart;"
+        f" {len(accuracy['pairs_wrong'])} of them came out the other way round.",
         f"- Measured over predicted: {least:.2f} to {most:.2f}, median {middle:.2f}.",
         "- Regret of the planner's plan among the five of its workload: "
-        + ", ".join(f"{name} {100 * regret:.0f} %" for name, regret in says["regret"].items())
+        + ", ".join(f"{name} {100 * regret:.0f} %" for name, regret in accuracy["regret"].items())
         + ".",
         "",
         "| workload, samples of a rank | plan | predicted ms | measured ms | fastest and slowest step |",

@@ -113,7 +113,7 @@ class Job:
             send(pid, signal.SIGKILL)
         self._process.wait()
 
-    def tell_to_end(self) -> None:
+    def terminate(self) -> None:
         """Ends the job as an operator does, by SIGTERM to torchrun, which ends its workers."""
         assert self._process is not None
         self._process.terminate()
@@ -194,7 +194,7 @@ class Soak:
 
     def finish(self, epochs: int) -> None:
         """Lets the job go on to the end of its last epoch."""
-        self.job.tell_to_end()
+        self.job.terminate()
         self.job.start(epochs=epochs, pause_s=0.0)
         if self._wait_for_end(600.0) != 0:
             self.failures.append(f"the last launch ended with status {self.job.ended()}")
@@ -265,7 +265,7 @@ class Soak:
             if kind == "whole job killed, started anew":
                 self.job.kill()
             else:
-                self.job.tell_to_end()
+                self.job.terminate()
             self._start()
         say(f"{done.at_s:.0f} s: {kind} at step {step}{' while saving' if done.while_saving else ''}")
         # another one comes before the job has recovered, now and then; but a stopped worker is given its time

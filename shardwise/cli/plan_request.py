@@ -177,8 +177,8 @@ def tables_of(
     offered: dict[str, tuple[str, ...]] = {}
     for table in model_tables.tables:
         plain = Table(**{name: getattr(table, name) for name in names})
-        says = optimizer_of(model_tables.parameters[table.path]) is not None
-        tables.append(plain if says or optimizer is None else replace(plain, optimizer=optimizer or None))
+        in_backward = optimizer_of(model_tables.parameters[table.path]) is not None
+        tables.append(plain if in_backward or optimizer is None else replace(plain, optimizer=optimizer or None))
         kinds = tuple(dict.fromkeys(kind for kind, _ in table.ways))
         offered[table.name] = tuple(kind for kind in offered.get(table.name, kinds) if kind in kinds)
     return Model(tuple(tables), offered)
