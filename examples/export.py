@@ -103,8 +103,8 @@ def main() -> None:
 
     # a factory brings the names of its inputs along
     served = export_model(ClickFactory(), folder / "factory")
-    found = load_program(folder / "factory")(values, lengths, dense=dense)
-    print([output.name for output in served.outputs], [round(float(p), 2) for p in found["probability"]])
+    outputs = load_program(folder / "factory")(values, lengths, dense=dense)
+    print([output.name for output in served.outputs], [round(float(p), 2) for p in outputs["probability"]])
 
     (folder / "clicks" / "program.pt2").write_bytes(b"")
     try:

@@ -53,8 +53,8 @@ def main() -> None:
     losses["stages"] = by_stages(env)
     if env.rank == 0:
         print(f"plain loop: loss {losses['plain'][0]:.3f} -> {losses['plain'][-1]:.3f}")
-        for name, found in losses.items():
-            print(f"{name}: same bits: {found == losses['plain']}")
+        for name, values in losses.items():
+            print(f"{name}: same bits: {values == losses['plain']}")
     print_evaluation(env)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -104,9 +104,9 @@ def print_evaluation(env: ShardingEnv) -> None:
     model, optimizer = built(env)
     model.eval()
     loop: TrainPipeline[Batch, Output] = EvalPipelineSparseDist(model, optimizer, CPU)
-    found = drained(loop, batches(env))
+    means = drained(loop, batches(env))
     if env.rank == 0:
-        print(f"evaluated {len(found)} batches, mean loss {sum(found) / len(found):.3f}")
+        print(f"evaluated {len(means)} batches, mean loss {sum(means) / len(means):.3f}")
 
 
 def built(env: ShardingEnv) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:

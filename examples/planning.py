@@ -1,4 +1,4 @@
-"""Where the tables of a model should go: machines, what tables may do, a plan, why it is so, and a file of it.
+"""A plan of where the tables of a model go: machines, what tables may do, why it is so, and a file of it.
 
 python examples/planning.py
 torchrun --standalone --nproc_per_node=2 examples/planning.py

@@ -110,8 +110,8 @@ def pruned() -> None:
     set_pruning_data(ebc, {"item": keeps_seven, "user": 2})
     made = quantize_inference_model(ebc)
     print(made)
-    found = made(BATCH)
-    print("rows of zeros:", {key: (~found[key].any(1)).tolist() for key in found.keys()})  # noqa: SIM118
+    pooled = made(BATCH)
+    print("rows of zeros:", {key: (~pooled[key].any(1)).tolist() for key in pooled.keys()})  # noqa: SIM118
 
 
 def behind_maps() -> None:
@@ -124,8 +124,8 @@ def behind_maps() -> None:
     for module, kind in zip((pooled, unpooled), kinds, strict=True):
         module(batch)
         made = quantize_inference_model(module)
-        found, slots = made(batch)
-        print("behind maps:", isinstance(made, kind), type(found).__name__, bool((slots.values() < 10).all()))
+        looked_up, slots = made(batch)
+        print("behind maps:", isinstance(made, kind), type(looked_up).__name__, bool((slots.values() < 10).all()))
 
 
 def maps_of(tables: list[EmbeddingBagConfig] | list[EmbeddingConfig]) -> ManagedCollisionCollection:
@@ -159,9 +159,9 @@ def as_torchrec_prepares_it() -> None:
     quant.quant_prep_enable_register_tbes(model, types)
     quant.quant_prep_enable_cache_features_order(model, types)
     quant.quant_prep_customize_row_alignment(model, types, 16)
-    found: list[str] = []
-    quant.for_each_module_of_type_do(model, types, lambda module: found.append(type(module).__name__))
-    print("prepared:", found)
+    names: list[str] = []
+    quant.for_each_module_of_type_do(model, types, lambda module: names.append(type(module).__name__))
+    print("prepared:", names)
 
 
 if __name__ == "__main__":

@@ -86,13 +86,13 @@ def main() -> None:
     # The same training in one process that sees the batches of all ranks.
     alone = tables()
     for step in range(3):
-        mine = sharded(batch_of(step, env.rank))
-        assert isinstance(mine, KeyedTensor) and isinstance(mine, LazyAwaitable)  # it waits when it is first used
+        pooled = sharded(batch_of(step, env.rank))
+        assert isinstance(pooled, KeyedTensor) and isinstance(pooled, LazyAwaitable)  # it waits when it is first used
         whole = alone(all_batches(step, env.world_size)).values()
         share = whole[env.rank * SAMPLES : (env.rank + 1) * SAMPLES]
-        close = torch.allclose(mine.values(), share, atol=1e-5)
+        close = torch.allclose(pooled.values(), share, atol=1e-5)
         # gradients of a sharded model are divided by the number of ranks
-        (mine.values().square().sum() * env.world_size).backward()
+        (pooled.values().square().sum() * env.world_size).backward()
         whole.square().sum().backward()
         if env.rank == 0:
             print(f"step {step}: as in one process: {close}")
@@ -175,8 +175,8 @@ class Interaction(nn.Module):
 
     def forward(self, looked_up: KeyedTensor) -> Tensor:
         """[B, 4]"""
-        found: Tensor = self.over(looked_up.values())
-        return found
+        logits: Tensor = self.over(looked_up.values())
+        return logits
 
 
 def batch_of(step: int, rank: int) -> KeyedJaggedTensor:

@@ -1,4 +1,4 @@
-"""How fast, how right and on what: measurements, exact counts, kernels without a GPU, a check-up, evidence."""
+"""Performance and proof: measurements, exact counts, kernels without a GPU, a check-up, evidence."""
 
 if __name__ == "perf":
     import sys

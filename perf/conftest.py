@@ -39,8 +39,8 @@ OPTIONS: Options = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("shardwise", "the regression suite of shardwise")
-    for flag, told in OPTIONS.items():
-        group.addoption(flag, **told)
+    for flag, arguments in OPTIONS.items():
+        group.addoption(flag, **arguments)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -91,8 +91,8 @@ def setting(pytestconfig: pytest.Config) -> Setting:
 def clock(request: pytest.FixtureRequest) -> Clock:
     """The clock that the benchmark of this test reads."""
     marker = request.node.get_closest_marker("benchmark")
-    found: Clock = marker.kwargs["timer"]
-    return found
+    timer: Clock = marker.kwargs["timer"]
+    return timer
 
 
 @pytest.fixture
@@ -105,9 +105,11 @@ def sizes(pytestconfig: pytest.Config) -> list[Record]:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     report = (yield).get_result()
     if report.failed and isinstance(item, pytest.Function) and "case" in item.fixturenames:
-        one: Case = next(case for case in CASES if case.name == item.callspec.params["name"])
-        said = str(call.excinfo.value if call.excinfo else "failed")[:1000]
-        item.config.stash[FAILURES].append(Failure(one.name, one.group, said, str(report.longrepr)[-4000:]))
+        failed_case: Case = next(case for case in CASES if case.name == item.callspec.params["name"])
+        message = str(call.excinfo.value if call.excinfo else "failed")[:1000]
+        item.config.stash[FAILURES].append(
+            Failure(failed_case.name, failed_case.group, message, str(report.longrepr)[-4000:])
+        )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -68,16 +68,16 @@ def _in_turns(case: Case, ready: Ready, benchmark: Any, clock: Clock, copy: floa
     with collector_off():
         sides = prepared({OURS: ready.calls, **ready.peers, **yardsticks()}, budget, case.slow)
         turns: dict[str, list[Turn | None]] = {who: [] for who in sides}
-        mine = sides.pop(OURS)
-        clock.of_turns(mine.times)
+        own_side = sides.pop(OURS)
+        clock.of_turns(own_side.times)
 
         def others() -> None:
             number = len(turns[OURS])
             for who, side in shuffled(sides, number):
                 turns[who].append(None if number % side.every else turn(side.of(number)))
 
-        def ours(*_: Sequence[object]) -> None:
-            turns[OURS].append(turn(mine.of(len(turns[OURS]))))
+        def own_turn(*_: Sequence[object]) -> None:
+            turns[OURS].append(turn(own_side.of(len(turns[OURS]))))
 
-        benchmark.pedantic(ours, setup=others, rounds=rounds_within({OURS: mine, **sides}, budget, case.slow))
+        benchmark.pedantic(own_turn, setup=others, rounds=rounds_within({OURS: own_side, **sides}, budget, case.slow))
     return lap_of(turns, copy)

@@ -25,8 +25,8 @@ if not all((_HERE / name).is_dir() for name in _SUB_PACKAGES) and (_ROOT / "kern
         @staticmethod
         def find_spec(name: str, path: object, target: object = None) -> _machinery.ModuleSpec | None:
             package, _, folder = name.rpartition(".")
-            ours = package == __name__ and folder in _SUB_PACKAGES
-            return _machinery.PathFinder.find_spec(name, [str(_ROOT)]) if ours else None
+            is_sub_package = package == __name__ and folder in _SUB_PACKAGES
+            return _machinery.PathFinder.find_spec(name, [str(_ROOT)]) if is_sub_package else None
 
     # before the finder of an editable install, which may be of another checkout
     _sys.meta_path.insert(0, _Beside)

@@ -29,7 +29,7 @@ __all__ = ["TABLE", "install", "uninstall"]
 __path__: list[str] = []
 __version__ = SERVED_VERSION
 if __name__ != "__main__":
-    serve("shardwise.torchrec", theirs="torchrec")
+    serve("shardwise.torchrec", original="torchrec")
 
 
 def __getattr__(name: str) -> object:

@@ -56,9 +56,9 @@ def require_regular(path: str | os.PathLike[str], *, follow: bool = True) -> os.
     Raises:
         OSError: as `open_regular`.
     """
-    found = os.stat(path, follow_symlinks=follow)
-    _require_regular(found, path)
-    return found
+    status = os.stat(path, follow_symlinks=follow)
+    _require_regular(status, path)
+    return status
 
 
 def read_regular(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, follow: bool = True) -> bytes:
@@ -118,18 +118,18 @@ def _read(file: BinaryIO, first: int, most: int) -> bytes:
     return b"".join(blocks)
 
 
-def _require_regular(found: os.stat_result, path: str | os.PathLike[str]) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        kind = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "something else")
-        number = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
+def _require_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "something else")
+        number = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
         raise OSError(number, f"no regular file but {kind}", os.fspath(path))
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         raise ValueError(f"key {repeated(name for name, _ in pairs)[0][:80]!r} is there twice")
-    return found
+    return content
 
 
 def _no_constant(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""How a model does on the test samples, with its tables as they are and as int8."""
+"""Evaluation of a model on the test samples, with its tables as they are and as int8."""
 
 from __future__ import annotations
 

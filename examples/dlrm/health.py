@@ -1,4 +1,4 @@
-"""How the tables fared: which rows were trained, how the ids crowd, how large the rows are, what int8 costs them."""
+"""Health of tables: which rows were trained, how the ids crowd, how large the rows are, what int8 costs them."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class LookupCounts:
         ids = batch.sparse_features
         ends = ids.offset_per_key()
         for number, name in enumerate(ids.keys()):
-            found = ids.values()[ends[number] : ends[number + 1]]
-            self._counts[name].index_add_(0, found, torch.ones_like(found))
+            of_feature = ids.values()[ends[number] : ends[number + 1]]
+            self._counts[name].index_add_(0, of_feature, torch.ones_like(of_feature))
         return batch
 
     def of_all_ranks(self, device: torch.device) -> dict[str, Tensor]:
         """By feature, [rows]; all ranks call this together."""
         whole = {}
         for name, counts in self._counts.items():
-            found = counts.to(device)
-            dist.all_reduce(found)
-            whole[name] = found.cpu()
+            total = counts.to(device)
+            dist.all_reduce(total)
+            whole[name] = total.cpu()
         return whole
 
 
@@ -70,12 +70,12 @@ def health_of_tables(
 ) -> list[TableHealth]:
     """Of every table: lookups of each row by feature, the model's whole weights, and the model with int8 tables."""
     int8 = served.state_dict()
-    found = []
+    healths = []
     for feature, of_rows in counts.items():
         name = f"model.sparse_arch.embedding_bag_collection.embedding_bags.t_{feature}.weight"
         rows = int8[name] * int8[f"{name}_qscale"].float() + int8[f"{name}_qbias"].float()
-        found.append(table_health(feature, of_rows, weights[name], rows))
-    return found
+        healths.append(table_health(feature, of_rows, weights[name], rows))
+    return healths
 
 
 def table_health(feature: str, counts: Tensor, weight: Tensor, quantized: Tensor) -> TableHealth:

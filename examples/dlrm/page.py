@@ -130,19 +130,19 @@ def _headline(run: Run) -> str:
 
 def _facts(run: Run) -> list[str]:
     result, best = run.result, _best(run.result)
-    told = [
+    numbers = [
         (f"{best['test_auc']:.4f}", f"test AUC of epoch {best['epoch']}, the best of {len(result['epochs'])}"),
         (f"{best['test_ne']:.4f}", "its normalized entropy; 1 is the mean click rate"),
         (f"{result['epochs'][-1]['samples_per_s']:,.0f}", "samples a second, without warm-up"),
         (f"{result['int8']['ratio']:.2f}x", f"smaller as int8, at an AUC of {result['int8']['test_auc']:.4f}"),
     ]
-    blocks = "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in told)
+    blocks = "".join(f"<div><b>{escape(value)}</b><span>{escape(meaning)}</span></div>" for value, meaning in numbers)
     return [f'<div class="facts">{blocks}</div>']
 
 
 def _best(result: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = result["epochs"][result["best_epoch"] - 1]
-    return found
+    epoch: dict[str, Any] = result["epochs"][result["best_epoch"] - 1]
+    return epoch
 
 
 def _charts(run: Run) -> list[str]:
@@ -166,7 +166,7 @@ def _charts(run: Run) -> list[str]:
         level=None if ceiling is None else (ceiling, f"a perfect model: {ceiling:.4f}"),
         best=of_epochs("test_auc")[chosen],
     )
-    told = [
+    plots = [
         ("Loss", "Binary cross-entropy in training, lower is better.",
          Line("loss", "loss", losses), Axes("Training loss by steps", lambda value: f"{value:.3f}")),
         ("AUC", "Area under the ROC curve on test samples, higher is better.",
@@ -178,7 +178,8 @@ def _charts(run: Run) -> list[str]:
          Line("samples/s", "speed", speeds), Axes("Samples a second by steps", _thousands, zero=True)),
     ]  # fmt: skip
     charts = "".join(
-        f"<div><h3>{escape(name)}</h3>{soft(what)}{draw_lines([line], axes)}</div>" for name, what, line, axes in told
+        f"<div><h3>{escape(name)}</h3>{soft(explanation)}{draw_lines([line], axes)}</div>"
+        for name, explanation, line, axes in plots
     )
     return [f'<div class="charts">{charts}</div>']
 
@@ -190,15 +191,15 @@ def _thousands(value: float) -> str:
 def _plan(run: Run) -> list[str]:
     lines = ["<h2>Where the tables are</h2>"]
     if run.planned is not None:
-        told = "".join(
+        summary = "".join(
             f"<p>{escape(line.strip()[:1].upper() + line.strip()[1:])}</p>"
             for line in plan_in_short(run.planned).splitlines()
         )
-        told = f'<div class="told">{told}</div>'
-        says = "Each rank's part of a step as the planner predicts it, in milliseconds, by table."
+        summary = f'<div class="told">{summary}</div>'
+        explanation = "Each rank's part of a step as the planner predicts it, in milliseconds, by table."
         lines += [
-            soft(says),
-            f'<div class="plan">{_picture(run.planned)}{told}</div>',
+            soft(explanation),
+            f'<div class="plan">{_picture(run.planned)}{summary}</div>',
         ]
     return [
         *lines,
@@ -211,9 +212,9 @@ def _picture(planned: Planned) -> str:
     """The planner's columns of ranks, with the names of features for those of tables."""
     by_index = {row.index: row for row in rows(planned)}
     stacks = []
-    for rank, (base, found) in enumerate(zip(planned.problem.base_ms.tolist(), pieces(planned), strict=True)):
+    for rank, (base, on_rank) in enumerate(zip(planned.problem.base_ms.tolist(), pieces(planned), strict=True)):
         stack = [Block(base, "p-overhead", "other", f"rank {rank}, whatever the plan: {milliseconds(base)}")]
-        for piece in sorted(found, key=lambda piece: -piece.time_ms):
+        for piece in sorted(on_rank, key=lambda piece: -piece.time_ms):
             row = by_index[piece.item]
             name = " + ".join(table.name.removeprefix("t_") for table in row.tables)
             kind = row.choice.sharding_type
@@ -275,14 +276,14 @@ def _share(value: float, look: str = "") -> str:
 
 def _int8(result: dict[str, Any]) -> list[str]:
     best, int8 = _best(result), result["int8"]
-    told = [
+    comparison = [
         ("test AUC", f"{best['test_auc']:.4f}", f"{int8['test_auc']:.4f}"),
         ("test NE", f"{best['test_ne']:.4f}", f"{int8['test_ne']:.4f}"),
         ("tables", _megabytes(int8["fp32_table_bytes"]), _megabytes(int8["table_bytes"])),
     ]
     lines = "".join(
         f'<tr><th scope="row">{name}</th><td class="n">{before}</td><td class="n">{after}</td></tr>'
-        for name, before, after in told
+        for name, before, after in comparison
     )
     return [
         "<h2>As it would serve</h2>",
@@ -315,7 +316,7 @@ def _settings(run: Run) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     threads = torch.get_num_threads()
     script = os.path.relpath(sys.argv[0]) if sys.argv[0] else "train.py"
-    told = {
+    facts = {
         "command": shlex.join([script, *sys.argv[1:]]),
         "machine": f"{result['device']}, {os.cpu_count()} cores, {platform.system()}; threads of a rank: {threads}",
         "versions": versions,
@@ -325,6 +326,6 @@ def _settings(run: Run) -> list[str]:
         ),
     }
     if result["skipped_rows"]:
-        told["rows left out"] = ", ".join(f"{count:,} for {why}" for why, count in result["skipped_rows"].items())
-    lines = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in told.items())
+        facts["rows left out"] = ", ".join(f"{count:,} for {why}" for why, count in result["skipped_rows"].items())
+    lines = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
     return ["<h2>How it was made</h2>", f"<dl>{lines}</dl>"]

@@ -1,4 +1,4 @@
-"""How far a run is, what a checkpoint of it keeps besides the weights, and how a run goes on from one.
+"""Progress of a run, what a checkpoint of it keeps besides the weights, and how a run goes on from one.
 
 A checkpoint says which batch comes next (`shardwise.data.Position`), so a run that goes on sees the batches that it
 would have seen, at any number of ranks. Nothing is drawn at random once the weights are initialised, so there is no
@@ -35,9 +35,9 @@ def kept_checkpoints(folder: Path) -> list[Path]:
 
 def seen_by_rank_0(look: Callable[[], T]) -> T:
     """What rank 0 finds in the file system, on all ranks, so that all do the same."""
-    found = [look() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    return cast(T, found[0])
+    seen = [look() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(seen)
+    return cast(T, seen[0])
 
 
 def require_no_checkpoints(args: argparse.Namespace) -> None:
@@ -150,11 +150,11 @@ class Checkpoints:
             # nobody saves there before all is gone
             dist.barrier()
             return Progress()
-        found = seen_by_rank_0(lambda: checkpoint.latest(folder))
-        if found is None:
+        latest = seen_by_rank_0(lambda: checkpoint.latest(folder))
+        if latest is None:
             return Progress()
         try:
-            extra = checkpoint.load(found, self._model, self._optimizer).extra
+            extra = checkpoint.load(latest, self._model, self._optimizer).extra
         except ValueError as error:
             # damaged, or of another model
             raise SystemExit(f"train.py: {error}") from None
@@ -162,11 +162,11 @@ class Checkpoints:
         differ = [name for name in SETTINGS if extra["settings"][name] != settings[name]]
         if differ:
             listed = "; ".join(f"--{name} was {extra['settings'][name]} and is {settings[name]}" for name in differ)
-            raise SystemExit(f"train.py: {found} cannot be resumed with other settings: {listed}")
+            raise SystemExit(f"train.py: {latest} cannot be resumed with other settings: {listed}")
         try:
             restore_position(extra["position"], self._source, self._args.batch_size)
         except ValueError as error:
-            raise SystemExit(f"train.py: {found}: {error}") from None
+            raise SystemExit(f"train.py: {latest}: {error}") from None
         progress = Progress(**extra["progress"])
         progress.history = [(step, loss, rate) for step, loss, rate in progress.history]
         self._saved_step = progress.step

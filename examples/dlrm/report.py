@@ -1,4 +1,4 @@
-"""What a training run tells while it runs: a bar, lines of JSON in a file, and a logger such as TensorBoard's."""
+"""Reports of a training run while it runs: a bar, lines of JSON in a file, and a logger such as TensorBoard's."""
 
 from __future__ import annotations
 

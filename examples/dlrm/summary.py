@@ -32,13 +32,13 @@ def plan_in_short(planned: Planned) -> str:
         )
         for rank in ranks:
             tables[rank].append(table.name.removeprefix("t_"))
-    told = [
+    on_ranks = [
         f"rank {rank}: {', '.join(names) if len(names) <= NAMED else counted(len(names), 'table')}"
         f" ({size(bytes_of[rank])})"
         for rank, names in list(tables.items())[:4]
     ]
-    more = "" if len(tables) <= len(told) else f"; {counted(len(tables) - len(told), 'rank')} more"
-    return "\n".join([first, second, f"  {'; '.join(told)}{more}"])
+    more = "" if len(tables) <= len(on_ranks) else f"; {counted(len(tables) - len(on_ranks), 'rank')} more"
+    return "\n".join([first, second, f"  {'; '.join(on_ranks)}{more}"])
 
 
 def epochs_table(epochs: Sequence[Mapping[str, float]], chosen: int) -> list[str]:

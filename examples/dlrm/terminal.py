@@ -1,4 +1,4 @@
-"""What a run shows while it works: lines that stay, and one line that moves.
+"""The terminal of a run: lines that stay, and one line that moves.
 
 On a terminal the last line is a spinner or a bar. In a file or a pipe, where nothing can move, a line says how far the
 run is whenever there has been none for `QUIET_S`; after some minutes they come more rarely. Torch is not needed here:
@@ -27,7 +27,7 @@ class Terminal:
         self._moves = active and sys.stdout.isatty()
         self._began = time.monotonic()
         # whoever started this has waited already
-        self._said_at = self._began - LATER_QUIET_S
+        self._printed_at = self._began - LATER_QUIET_S
         # what is going on now, and how far it is
         self._status: Callable[[], str] | None = None
         self._shown: Any = None
@@ -52,7 +52,7 @@ class Terminal:
         """A line, or several, that stay."""
         if not self.active:
             return
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         if self._shown is not None:
             # as it stands: brackets in names of tables and paths mean nothing
             self._shown.console.print(str(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -60,11 +60,11 @@ class Terminal:
             print(text, flush=True)
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
+    def doing(self, activity: str) -> Iterator[None]:
         """Show that this goes on, and for how long it has."""
         begin = time.monotonic()
-        with self._moving(what, total=None):
-            self._status = lambda: f"{what}: {time.monotonic() - begin:.0f} s"
+        with self._moving(activity, total=None):
+            self._status = lambda: f"{activity}: {time.monotonic() - begin:.0f} s"
             try:
                 yield
             finally:
@@ -91,8 +91,10 @@ class Terminal:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        said = TextColumn("{task.description}", markup=False)
-        columns = (BarColumn(bar_width=24), said) if total else (SpinnerColumn(), said, TimeElapsedColumn())
+        text_column = TextColumn("{task.description}", markup=False)
+        columns = (
+            (BarColumn(bar_width=24), text_column) if total else (SpinnerColumn(), text_column, TimeElapsedColumn())
+        )
         with Progress(*columns, console=Console(), transient=True) as progress:
             task = progress.add_task(text, total=total)
             self._shown = progress
@@ -105,7 +107,7 @@ class Terminal:
         while not self._end.wait(0.1):
             now, status = time.monotonic(), self._status
             quiet = QUIET_S if now - self._began < FIRST_S else LATER_QUIET_S
-            if status is not None and now - self._said_at >= quiet:
+            if status is not None and now - self._printed_at >= quiet:
                 self.say(f"  {status()}")
 
 

@@ -87,13 +87,13 @@ def command() -> None:
     except KeyboardInterrupt:
         raise SystemExit("train.py: interrupted") from None
     except ModuleNotFoundError as error:
-        said = f"train.py: {error}. What it needs comes with shardwise: pip install . in a checkout of it"
-        tell_torchrun(said)
-        raise SystemExit(said) from None
+        message = f"train.py: {error}. What it needs comes with shardwise: pip install . in a checkout of it"
+        tell_torchrun(message)
+        raise SystemExit(message) from None
     except SystemExit as error:
-        said = error.message if isinstance(error, BadArguments) else str(error.code)
+        message = error.message if isinstance(error, BadArguments) else str(error.code)
         # a peer that ends for the failure of another comes after it, also within one second
-        tell_torchrun(said, later=error.__cause__ is not None)
+        tell_torchrun(message, later=error.__cause__ is not None)
         raise
     except Exception:
         tell_torchrun(traceback.format_exc())

@@ -134,7 +134,7 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None, t
     if args.json is not None and rank == 0:
         args.json.write_text(json.dumps(without_nan(result), indent=2) + "\n")
     tables = args.page.with_name(args.page.stem + TABLES) if args.page is not None and planned is not None else None
-    found = counts.of_all_ranks(device) if args.page is not None else {}
+    lookups = counts.of_all_ranks(device) if args.page is not None else {}
     best_path = best.path(best_step) if kept else None
     if rank == 0:
         if tables is not None and planned is not None:
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None, t
         request = example_request(next(read(source.train(args.batch_size))))
         steps = next_steps(args, world_size, best_path, request, tables)
         if args.page is not None:
-            health = health_of_tables(found, weights, served)
+            health = health_of_tables(lookups, weights, served)
             write_page(args.page, Run(result, progress.history, str(model.plan), planned, health, steps, loops))
             terminal.say(f"\nthe page of this run, for a browser: {args.page}")
         lines = [line for step in steps for line in (f"  {step.what}:", f"    {step.command}")]

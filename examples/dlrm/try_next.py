@@ -1,4 +1,4 @@
-"""What to do with a run once it is over: commands that work as they stand, from the folder that it was started in."""
+"""Next steps once a run is over: commands that work as they stand, from the folder that it was started in."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def example_request(batch: Batch) -> dict[str, Any]:
         name: bags.to_dense()[sample][:SHOWN_IDS].tolist() for name, bags in batch.sparse_features.to_dict().items()
     }
     dense = [round(value, 3) for value in batch.dense_features[sample].tolist()]
-    return {"dense": dense, "features": {name: found for name, found in features.items() if found}}
+    return {"dense": dense, "features": {name: ids for name, ids in features.items() if ids}}
 
 
 def write_tables(planned: Planned, path: Path) -> None:

@@ -42,7 +42,7 @@ def bad_requests(facts: ModelFacts, good: Mapping[str, Any], *, max_instances: i
         return json.dumps({"instances": [good, changed]}).encode()
 
     def ids(value: object) -> bytes:
-        return second(lambda one: one["features"].update({feature.name: value}))
+        return second(lambda given: given["features"].update({feature.name: value}))
 
     def refused(body: bytes, code: str, /, **error: object) -> Bad:
         return Bad(body, {"code": code, **error})
@@ -59,12 +59,12 @@ def bad_requests(facts: ModelFacts, good: Mapping[str, Any], *, max_instances: i
         "id a list": refused(ids([[3]]), "not_an_integer", **at, value="[3]"),
         "ids no list": refused(ids(3), "not_a_list", **at, value=3),
         "unknown feature": refused(
-            second(lambda one: one["features"].update({"no such": [1]})), "unknown_feature",
+            second(lambda given: given["features"].update({"no such": [1]})), "unknown_feature",
             instance=1, feature="no such",
         ),
-        "features no object": refused(second(lambda one: one.update(features=[1])), "not_an_object", instance=1),
-        "features missing": refused(second(lambda one: one.pop("features")), "missing_key", instance=1),
-        "unknown key": refused(second(lambda one: one.update(context={})), "unknown_key", instance=1),
+        "features no object": refused(second(lambda given: given.update(features=[1])), "not_an_object", instance=1),
+        "features missing": refused(second(lambda given: given.pop("features")), "missing_key", instance=1),
+        "unknown key": refused(second(lambda given: given.update(context={})), "unknown_key", instance=1),
         "instance no object": refused(b'{"instances": [[1]]}', "not_an_object", instance=0),
         "no instances": refused(b'{"instances": []}', "bad_instances", permitted=f"a list of 1 to {max_instances}"),
         "too many instances": refused(
@@ -95,15 +95,15 @@ def bad_requests(facts: ModelFacts, good: Mapping[str, Any], *, max_instances: i
         "wrong path": Bad(fine, {"code": "not_found"}, status=404, path="/predicts"),
     }  # fmt: skip
     if not facts.weighted:
-        kinds["weights"] = refused(second(lambda one: one.update(weights={})), "unknown_key", instance=1)
+        kinds["weights"] = refused(second(lambda given: given.update(weights={})), "unknown_key", instance=1)
     if facts.dense:
         dense, last = good["dense"], len(facts.dense) - 1
         for name, value in {"NaN": float("nan"), "infinite": 1e400, "beyond float32": 1e39, "a string": "1"}.items():
-            body = second(lambda one, value=value: one.update(dense=[*dense[:-1], value]))
+            body = second(lambda given, value=value: given.update(dense=[*dense[:-1], value]))
             kinds[f"dense {name}"] = refused(body, "not_a_number", instance=1)
         kinds["dense too short"] = refused(
-            second(lambda one: one.update(dense=dense[:-1])), "wrong_length", instance=1, value=f"{last} of them"
+            second(lambda given: given.update(dense=dense[:-1])), "wrong_length", instance=1, value=f"{last} of them"
         )
-        kinds["dense missing"] = refused(second(lambda one: one.pop("dense")), "missing_key", instance=1)
-        kinds["dense no list"] = refused(second(lambda one: one.update(dense=1.5)), "not_a_list", instance=1)
+        kinds["dense missing"] = refused(second(lambda given: given.pop("dense")), "missing_key", instance=1)
+        kinds["dense no list"] = refused(second(lambda given: given.update(dense=1.5)), "not_a_list", instance=1)
     return kinds

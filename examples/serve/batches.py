@@ -91,15 +91,15 @@ class Batcher(Generic[T]):
         if self.waiting + len(instances) > self.limits.max_queue:
             raise QueueFull(f"{self.waiting} instances wait, of at most {self.limits.max_queue}")
         loop = asyncio.get_running_loop()
-        one = _Waiting(instances, loop.create_future(), loop.time())
-        self._queue.append(one)
+        waiting = _Waiting(instances, loop.create_future(), loop.time())
+        self._queue.append(waiting)
         self.waiting += len(instances)
         self.most_waiting = max(self.most_waiting, self.waiting)
         self._arrival.set()
         try:
-            return await one.answer
+            return await waiting.answer
         except asyncio.CancelledError:
-            self._uncount(one)
+            self._uncount(waiting)
             raise
 
     async def drain(self) -> None:
@@ -114,7 +114,7 @@ class Batcher(Generic[T]):
             batch = self._take()
             if not batch:
                 continue
-            instances = [instance for one in batch for instance in one.instances]
+            instances = [instance for request in batch for instance in request.instances]
             try:
                 answers = await asyncio.get_running_loop().run_in_executor(self.worker, self.model, instances)
                 if len(answers) != len(instances):
@@ -147,31 +147,31 @@ class Batcher(Generic[T]):
         batch: list[_Waiting[T]] = []
         size = 0
         while self._queue and size + len(self._queue[0].instances) <= self.limits.max_batch:
-            one = self._queue.popleft()
-            self._uncount(one)
+            request = self._queue.popleft()
+            self._uncount(request)
             # what was cancelled stays in the queue until here
-            if not one.answer.done():
-                batch.append(one)
-                size += len(one.instances)
+            if not request.answer.done():
+                batch.append(request)
+                size += len(request.instances)
         return batch
 
-    def _uncount(self, one: _Waiting[T]) -> None:
-        self.waiting -= len(one.instances) if one.counted else 0
-        one.counted = False
+    def _uncount(self, request: _Waiting[T]) -> None:
+        self.waiting -= len(request.instances) if request.counted else 0
+        request.counted = False
 
 
 def _give(batch: Sequence[_Waiting[T]], answers: Sequence[Any]) -> None:
     begin = 0
-    for one in batch:
-        end = begin + len(one.instances)
-        if not one.answer.done():
-            one.answer.set_result(list(answers[begin:end]))
+    for request in batch:
+        end = begin + len(request.instances)
+        if not request.answer.done():
+            request.answer.set_result(list(answers[begin:end]))
         begin = end
 
 
 def _fail(batch: Sequence[_Waiting[T]], error: Exception) -> None:
-    for one in batch:
-        if not one.answer.done():
+    for request in batch:
+        if not request.answer.done():
             failed = ModelFailed(f"{type(error).__name__}: {error}")
             failed.__cause__ = error
-            one.answer.set_exception(failed)
+            request.answer.set_exception(failed)

@@ -1,4 +1,4 @@
-"""How many connections there may be, and how long one may take: a client that sends half a request is not waited for.
+"""Limits of connections: how many, and how long one may take; a client that sends half a request is not waited for.
 
 aiohttp limits headers and bodies by their size, and has no time limit for them. A `Connection` stands before its
 protocol: it passes everything on, and keeps the time. A connection is idle, or in the head of a request from its first

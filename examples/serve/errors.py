@@ -30,7 +30,7 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
 
 
 @web.middleware
-async def told(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def respond_to_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer what a handler raises."""
     try:
         return await handler(request)

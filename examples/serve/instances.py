@@ -87,16 +87,16 @@ def read_instances(request: object, facts: ModelFacts, *, max_instances: int, ma
         BadRequest: something does not fit the model `facts`; of several things, the first.
     """
     whole = _object(request, "the body", ["instances"], ["instances"])
-    found = whole["instances"]
-    if not isinstance(found, list) or not 1 <= len(found) <= max_instances:
-        what = f"{len(found)} of them" if isinstance(found, list) else found
+    listed = whole["instances"]
+    if not isinstance(listed, list) or not 1 <= len(listed) <= max_instances:
+        value = f"{len(listed)} of them" if isinstance(listed, list) else listed
         permitted = f"a list of 1 to {max_instances}"
-        raise BadRequest("bad_instances", f"instances must be {permitted}", value=what, permitted=permitted)
+        raise BadRequest("bad_instances", f"instances must be {permitted}", value=value, permitted=permitted)
     # by name, in the order of the model
-    names = dict.fromkeys(one.name for one in facts.features)
+    names = dict.fromkeys(feature.name for feature in facts.features)
     made, ids = [], 0
-    for number, one in enumerate(found):
-        made.append(_instance(one, number, facts, names))
+    for number, instance in enumerate(listed):
+        made.append(_instance(instance, number, facts, names))
         ids += sum(map(len, made[-1].ids))
         if ids > max_ids:
             permitted = f"at most {max_ids} ids in a request"
@@ -114,32 +114,34 @@ def _instance(given: object, number: int, facts: ModelFacts, names: Mapping[str,
     parts = _object(given, f"instance {number}", needed, needed, instance=number)
     features = _object(parts["features"], f"features of instance {number}", names, [], instance=number)
     ids = [
-        _ids(features.get(one.name, []), one.name, MAX_INT64 + 1 if one.ids is None else one.ids, number)
-        for one in facts.features
+        _ids(
+            features.get(feature.name, []), feature.name, MAX_INT64 + 1 if feature.ids is None else feature.ids, number
+        )
+        for feature in facts.features
     ]
     weights: list[list[float]] = []
     if facts.weighted:
         given_weights = _object(parts["weights"], f"weights of instance {number}", names, [], instance=number)
         for name, of_feature in zip(names, ids, strict=True):
-            found = given_weights.get(name, [])
-            weights.append(_floats(found, f"weights of {name!r}", len(of_feature), number, name))
+            floats = given_weights.get(name, [])
+            weights.append(_floats(floats, f"weights of {name!r}", len(of_feature), number, name))
     dense = _floats(parts["dense"], "dense", len(facts.dense), number, None) if facts.dense else []
     return Instance(dense, ids, weights)
 
 
 def _object(
-    given: object, what: str, known: Collection[str], needed: Sequence[str], *, instance: int | None = None
+    given: object, subject: str, known: Collection[str], needed: Sequence[str], *, instance: int | None = None
 ) -> dict[str, Any]:
     """`given` as a JSON object with keys among `known`, and all those `needed`."""
 
     def refused(code: str, why: str, **places: Any) -> BadRequest:
-        return BadRequest(code, f"{what}{why}", instance=instance, permitted=f"keys {', '.join(known)}", **places)
+        return BadRequest(code, f"{subject}{why}", instance=instance, permitted=f"keys {', '.join(known)}", **places)
 
     if not isinstance(given, dict):
         raise refused("not_an_object", " must be an object", value=given)
     for key in given:
         if key not in known:
-            kind = "unknown_feature" if what.startswith(("features", "weights")) else "unknown_key"
+            kind = "unknown_feature" if subject.startswith(("features", "weights")) else "unknown_key"
             feature = key[:_SHOWN] if kind == "unknown_feature" else None
             raise refused(kind, f": unknown key {key[:_SHOWN]!r}", feature=feature)
     for key in needed:
@@ -150,48 +152,50 @@ def _object(
 
 def _ids(given: object, feature: str, end: int, number: int) -> list[int]:
     """Ids in [0, end)."""
-    what = f"feature {feature!r} of instance {number}"
+    subject = f"feature {feature!r} of instance {number}"
     if not isinstance(given, list):
-        raise BadRequest("not_a_list", f"{what} must be a list of ids", instance=number, feature=feature, value=given)
-    for one in given:
+        raise BadRequest(
+            "not_a_list", f"{subject} must be a list of ids", instance=number, feature=feature, value=given
+        )
+    for id_ in given:
         # True is an int to Python
-        if type(one) is not int:
+        if type(id_) is not int:
             code, why = "not_an_integer", "is not an integer"
-        elif not 0 <= one < end:
+        elif not 0 <= id_ < end:
             code, why = "id_out_of_range", f"is outside [0, {end})"
         else:
             continue
         raise BadRequest(
-            code, f"{what}: id {_written(one)} {why}",
-            instance=number, feature=feature, value=one, permitted=f"integers in [0, {end})",
+            code, f"{subject}: id {_written(id_)} {why}",
+            instance=number, feature=feature, value=id_, permitted=f"integers in [0, {end})",
         )  # fmt: skip
     return given
 
 
-def _floats(given: object, what: str, count: int, number: int, feature: str | None) -> list[float]:
-    what = f"{what} of instance {number}"
+def _floats(given: object, subject: str, count: int, number: int, feature: str | None) -> list[float]:
+    subject = f"{subject} of instance {number}"
     if not isinstance(given, list) or len(given) != count:
         had = f"{len(given)} of them" if isinstance(given, list) else given
         permitted = f"a list of {count} numbers"
         raise BadRequest(
-            "wrong_length" if isinstance(given, list) else "not_a_list", f"{what} must be {permitted}",
+            "wrong_length" if isinstance(given, list) else "not_a_list", f"{subject} must be {permitted}",
             instance=number, feature=feature, value=had, permitted=permitted,
         )  # fmt: skip
-    for place, one in enumerate(given):
-        if type(one) not in (int, float) or not abs(one) <= MAX_FLOAT32:
+    for place, value in enumerate(given):
+        if type(value) not in (int, float) or not abs(value) <= MAX_FLOAT32:
             raise BadRequest(
-                "not_a_number", f"{what}, number {place}: {_written(one)} is not a finite float32",
-                instance=number, feature=feature, value=one, permitted="finite numbers of float32",
+                "not_a_number", f"{subject}, number {place}: {_written(value)} is not a finite float32",
+                instance=number, feature=feature, value=value, permitted="finite numbers of float32",
             )  # fmt: skip
     return given
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         twice = repeated(key for key, _ in pairs)[0]
         raise BadRequest("repeated_key", f"the key {twice[:_SHOWN]!r} is there twice", permitted="each key once")
-    return found
+    return content
 
 
 def _shown(value: object) -> object:
@@ -221,13 +225,13 @@ def _begin_of_json(value: object) -> str:
 def answer(program: Program, instances: Sequence[Instance]) -> list[dict[str, Any]]:
     """The predictions of a batch, one for each instance: numbers, or lists of them, by the outputs' names."""
     facts = program.facts
-    by_feature = [[one.ids[number] for one in instances] for number in range(len(facts.features))]
-    values = torch.tensor([one for column in by_feature for bag in column for one in bag], dtype=torch.int64)  # [N]
+    by_feature = [[instance.ids[number] for instance in instances] for number in range(len(facts.features))]
+    values = torch.tensor([id_ for column in by_feature for bag in column for id_ in bag], dtype=torch.int64)  # [N]
     lengths = torch.tensor([[len(bag) for bag in column] for column in by_feature], dtype=torch.int64)  # [F, B]
-    dense = torch.tensor([one.dense for one in instances], dtype=torch.float32) if facts.dense else None
+    dense = torch.tensor([instance.dense for instance in instances], dtype=torch.float32) if facts.dense else None
     weights = None
     if facts.weighted:
-        flat = [w for number in range(len(facts.features)) for one in instances for w in one.weights[number]]
+        flat = [w for number in range(len(facts.features)) for instance in instances for w in instance.weights[number]]
         weights = torch.tensor(flat, dtype=torch.float32)
     outputs = program(values, lengths, dense=dense, weights=weights)
     columns = {name: _rows(output, len(instances)) for name, output in outputs.items()}

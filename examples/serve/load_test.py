@@ -59,8 +59,8 @@ class Seen:
 def instance(facts: ModelFacts, random_: random.Random, *, max_ids: int = 5) -> dict[str, Any]:
     """An instance of the model, with up to `max_ids` ids a feature; features without any are left out at times."""
     bags = {
-        one.name: [random_.randrange(one.ids or 2**63) for _ in range(random_.randint(0, max_ids))]
-        for one in facts.features
+        feature.name: [random_.randrange(feature.ids or 2**63) for _ in range(random_.randint(0, max_ids))]
+        for feature in facts.features
     }
     made: dict[str, Any] = {"features": {name: bag for name, bag in bags.items() if bag or random_.random() < 0.5}}
     if facts.dense:
@@ -87,9 +87,9 @@ def requests(program: Program, args: argparse.Namespace) -> list[Good | Bad]:
     return made
 
 
-async def send(session: aiohttp.ClientSession, one: Good | Bad, seen: Seen, free: asyncio.Semaphore) -> None:
+async def send(session: aiohttp.ClientSession, request: Good | Bad, seen: Seen, free: asyncio.Semaphore) -> None:
     """Send a request as soon as a connection is free, and look at the answer."""
-    bad = one if isinstance(one, Bad) else Bad(one.body, {}, status=200)
+    bad = request if isinstance(request, Bad) else Bad(request.body, {}, status=200)
     async with free:
         began = time.perf_counter()
         seen.open += 1
@@ -107,18 +107,22 @@ async def send(session: aiohttp.ClientSession, one: Good | Bad, seen: Seen, free
     seen.statuses[status] += 1
     if status != bad.status:
         seen.wrong.append(f"{bad.body[:80]!r}: status {status} instead of {bad.status}: {str(content)[:200]}")
-    elif isinstance(one, Good):
-        _compare(one, content["predictions"], seen)
+    elif isinstance(request, Good):
+        _compare(request, content["predictions"], seen)
     elif {name: content["error"].get(name) for name in bad.error} != bad.error:
         seen.wrong.append(f"{bad.body[:80]!r}: {content['error']} instead of {bad.error}")
 
 
-def _compare(one: Good, predictions: Sequence[dict[str, Any]], seen: Seen) -> None:
-    wanted, found = _numbers(one.predictions), _numbers(predictions)
-    off = max((abs(a - b) / max(1.0, abs(a)) for a, b in zip(wanted, found, strict=False)), default=0.0)
+def _compare(request: Good, predictions: Sequence[dict[str, Any]], seen: Seen) -> None:
+    wanted, answered = _numbers(request.predictions), _numbers(predictions)
+    off = max((abs(a - b) / max(1.0, abs(a)) for a, b in zip(wanted, answered, strict=False)), default=0.0)
     seen.off = max(seen.off, off)
-    if len(wanted) != len(found) or [*map(set, one.predictions)] != [*map(set, predictions)] or not off <= TOLERANCE:
-        seen.wrong.append(f"{one.body[:80]!r}: {predictions} instead of {one.predictions}")
+    if (
+        len(wanted) != len(answered)
+        or [*map(set, request.predictions)] != [*map(set, predictions)]
+        or not off <= TOLERANCE
+    ):
+        seen.wrong.append(f"{request.body[:80]!r}: {predictions} instead of {request.predictions}")
 
 
 def _numbers(value: Any) -> list[float]:
@@ -126,7 +130,7 @@ def _numbers(value: Any) -> list[float]:
     if isinstance(value, dict):
         return [number for key in sorted(value) for number in _numbers(value[key])]
     if isinstance(value, list | tuple):
-        return [number for one in value for number in _numbers(one)]
+        return [number for item in value for number in _numbers(item)]
     return [float(value)]
 
 
@@ -141,7 +145,7 @@ async def storm(url: str, made: Sequence[Good | Bad], connections: int) -> tuple
         began = time.perf_counter()
         # of more requests than connections, the next is sent when one is answered
         free = asyncio.Semaphore(connections)
-        await asyncio.gather(*(send(session, one, seen, free) for one in made))
+        await asyncio.gather(*(send(session, request, seen, free) for request in made))
         seconds = time.perf_counter() - began
         async with session.get("/metrics") as response:
             return seen, seconds, await response.text()
@@ -186,13 +190,15 @@ def report(seen: Seen, seconds: float, metrics: str) -> list[str]:
     ordered = sorted(seen.seconds) or [0.0]
     percentile = {share: ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 95, 99)}
     numbers = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
-    batches, instances = (float(numbers[f"serve_batch_instances_{what}"]) for what in ("count", "sum"))
+    batches, instances = (float(numbers[f"serve_batch_instances_{kind}"]) for kind in ("count", "sum"))
     by_status = ", ".join(f"{status}: {count}" for status, count in sorted(seen.statuses.items()))
     rows = {
         "requests, and unanswered at a time": f"{len(seen.seconds)}, {seen.most_open}",
         "open connections, as the server counts": numbers["serve_connections"],
         "seconds, requests a second": f"{seconds:.2f}, {len(seen.seconds) / seconds:.0f}",
-        "latency p50, p95, p99, worst": ", ".join(f"{one:.3f} s" for one in (*percentile.values(), ordered[-1])),
+        "latency p50, p95, p99, worst": ", ".join(
+            f"{latency:.3f} s" for latency in (*percentile.values(), ordered[-1])
+        ),
         "answers by status": by_status,
         "batches, instances in one on average": f"{batches:.0f}, {instances / max(batches, 1):.1f}",
         "most instances that waited": numbers["serve_queue_most_instances"],
@@ -217,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     connections = args.connections or args.requests
     print(raise_file_limit(connections), flush=True)
     made = requests(load_program(args.folder), args)
-    bad = sum(isinstance(one, Bad) for one in made)
+    bad = sum(isinstance(request, Bad) for request in made)
     print(f"{len(made)} requests, {bad} of them bad, over {connections} connections", flush=True)
     limits = {name: getattr(args, name) for name in ("max_instances", "max_bytes", "max_batch")}
     limits["max_queue"] = args.requests * args.instances

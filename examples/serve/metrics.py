@@ -26,8 +26,8 @@ class Counts:
         self.by_labels[values] += 1
 
     def lines(self) -> list[str]:
-        found = sorted(self.by_labels.items())
-        return [f"{self.name}{_labels(dict(zip(self.labels, key, strict=True)))} {count}" for key, count in found]
+        counts = sorted(self.by_labels.items())
+        return [f"{self.name}{_labels(dict(zip(self.labels, key, strict=True)))} {count}" for key, count in counts]
 
 
 @dataclass
@@ -73,8 +73,8 @@ class Gauge:
 def text(metrics: Sequence[Counts | Histogram | Gauge]) -> str:
     """All of them, as a scrape has it."""
     lines = []
-    for one in metrics:
-        lines += [f"# HELP {one.name} {one.help}", f"# TYPE {one.name} {one.kind}", *one.lines()]
+    for metric in metrics:
+        lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}", *metric.lines()]
     return "\n".join(lines) + "\n"
 
 

@@ -35,7 +35,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from batches import Batcher, Limits, ModelFailed
 from connections import ConnectionLimits, Connections
-from errors import Handler, Refused, json_response, told
+from errors import Handler, Refused, json_response, respond_to_errors
 from instances import MAX_IDS, Instance, answer, check_outputs, read_body, read_instances
 from metrics import BATCH_SIZES, LATENCY_SECONDS, Counts, Gauge, Histogram, text
 
@@ -79,7 +79,7 @@ class Server:
         self.batcher: Batcher[Instance] = Batcher(self._predict, self.worker, limits, self.batch_sizes.add)
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[self._counted, told], client_max_size=self.max_bytes)
+        app = web.Application(middlewares=[self._counted, respond_to_errors], client_max_size=self.max_bytes)
         app.router.add_post("/predict", self.predict)
         app.router.add_get("/healthz", self.health)
         app.router.add_get("/metrics", self.metrics)
@@ -91,9 +91,9 @@ class Server:
         program = load_program(self.folder)
         check_outputs(program.facts)
         facts = program.facts
-        one = Instance([0.0] * len(facts.dense), [[] for _ in facts.features], [[] for _ in facts.features])
+        instance = Instance([0.0] * len(facts.dense), [[] for _ in facts.features], [[] for _ in facts.features])
         for size in (1, min(2, self.limits.max_batch)):
-            answer(program, [one] * size)
+            answer(program, [instance] * size)
         self.program = program
 
     async def run(self) -> None:
@@ -145,7 +145,7 @@ class Server:
 
     async def model(self, request: web.Request) -> web.Response:
         facts = self._loaded().facts
-        features = [{"name": one.name, "ids": [0, one.ids], "missing": "no ids"} for one in facts.features]
+        features = [{"name": feature.name, "ids": [0, feature.ids], "missing": "no ids"} for feature in facts.features]
         limits = {
             **asdict(self.limits), "max_instances": self.max_instances, "max_bytes": self.max_bytes,
             "max_ids": self.max_ids, **asdict(self.connections.limits),
@@ -153,7 +153,7 @@ class Server:
         return json_response(
             {
                 "features": features, "dense": facts.dense, "weighted": facts.weighted,
-                "outputs": [asdict(one) for one in facts.outputs], "versions": facts.versions, "limits": limits,
+                "outputs": [asdict(output) for output in facts.outputs], "versions": facts.versions, "limits": limits,
             }
         )  # fmt: skip
 
@@ -166,7 +166,7 @@ class Server:
         if self.program is not None:
             facts = self.program.facts
             about = {"tables": str(len(facts.tables)), **facts.versions}
-            size = sum(one.bytes for one in facts.tables)
+            size = sum(table.bytes for table in facts.tables)
             numbers.append(Gauge("serve_model_info", "The model that is served.", lambda: 1, about))
             numbers.append(Gauge("serve_model_table_bytes", "Bytes of its tables.", lambda: size))
         return web.Response(text=text(numbers), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
@@ -202,13 +202,13 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-ids", type=int, default=MAX_IDS, help="ids of a request, all features together")
     connection = ConnectionLimits()
     parser.add_argument("--max-connections", type=int, default=connection.max_connections, help="open at a time")
-    for name, what in (
+    for name, purpose in (
         ("header", "for the line and the headers of a request, from its first byte"),
         ("body", "for the body of a request"),
         ("idle", "that a connection may do nothing, or take no answers"),
     ):
         seconds = getattr(connection, f"{name}_seconds")
-        parser.add_argument(f"--{name}-seconds", type=float, default=seconds, help=f"time {what}")
+        parser.add_argument(f"--{name}-seconds", type=float, default=seconds, help=f"time {purpose}")
     parser.add_argument("--threads", type=int, default=1, help="threads of the model")
     return parser.parse_args(argv)
 
@@ -241,14 +241,14 @@ async def listen(server: Server, host: str, port: int) -> tuple[web.AppRunner, a
 
 def _logger() -> logging.Logger:
     """Of what aiohttp has to say, without a traceback for each request that is no HTTP: clients would fill the log."""
-    found = logging.getLogger("serve")
+    logger = logging.getLogger("serve")
 
     def is_news(record: logging.LogRecord) -> bool:
         return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
-    if not found.filters:
-        found.addFilter(is_news)
-    return found
+    if not logger.filters:
+        logger.addFilter(is_news)
+    return logger
 
 
 def settle() -> None:
@@ -264,8 +264,8 @@ def settle() -> None:
 async def serve(server: Server, host: str, port: int) -> None:
     """Serve until a signal ends it."""
     stop = asyncio.Event()
-    for one in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(one, stop.set)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     runner, listening = await listen(server, host, port)
     try:
         bound = listening.sockets[0].getsockname()

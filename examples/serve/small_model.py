@@ -32,5 +32,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder")
     facts = export(parser.parse_args().folder)
-    sizes = ", ".join(f"{one.name} {one.rows} x {one.dim} {one.format}" for one in facts.tables)
+    sizes = ", ".join(f"{table.name} {table.rows} x {table.dim} {table.format}" for table in facts.tables)
     sys.exit(print(f"exported: {sizes}"))

@@ -1,4 +1,4 @@
-"""Which kernels passed the whole check as they are now: `checked.json`, fingerprints of kernels for each Triton.
+"""Record of the kernels that passed the whole check as they are now: `checked.json`, fingerprints for each Triton.
 
 A fingerprint covers what decides the compiled form and whether it is accepted: the syntax of the kernel and of every
 function it calls (comments, docstrings and line breaks change nothing, nor does the file that a function stands in),

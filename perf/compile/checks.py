@@ -188,29 +188,29 @@ def _slow(bounds: Bounds, report: Report) -> Iterator[str]:
 
 def promised_moves(case: Case, target: str) -> Iterator[tuple[str, int, int]]:
     """("load" or "store", bytes at a time, bytes in all) that a thread moves of the rows of each argument."""
-    for what, argument, align, times, one_of in MOVES.get(case.kernel_name, ()):
-        own = _elements(case, target, what)
+    for access, argument, align, times, one_of in MOVES.get(case.kernel_name, ()):
+        own = _elements(case, target, access)
         kinds = case.types[argument][:1] if one_of else case.types[argument]
         for i, kind in enumerate(kinds if isinstance(kinds, tuple) else (kinds,)):
             if argument == "states" and case.constants["KINDS"][i] == "row":
                 continue
             # the one rule that returns no new row of the old one
-            if what == "load" and argument == "W" and case.name.startswith("update gradient "):
+            if access == "load" and argument == "W" and case.name.startswith("update gradient "):
                 continue
             place = (argument, i) if isinstance(kinds, tuple) else (argument,)
             # the mask at the end of a row knows its width as a multiple of ALIGN, whatever the row is aligned to
             ends = min(case.constants.get(name, _WIDEST) for name in ("ALIGN", "DIM_ALIGN"))
             known = min(case.constants[align], ends) if place in case.aligned else 1
             elements = min(known, own)
-            yield what, min(elements * _BYTES[kind], _WIDEST), times * own * _BYTES[kind]
+            yield access, min(elements * _BYTES[kind], _WIDEST), times * own * _BYTES[kind]
 
 
-def _elements(case: Case, target: str, what: str) -> int:
+def _elements(case: Case, target: str, access: str) -> int:
     """Elements of a tile that a thread holds when it loads or stores them."""
     blocks = ("BLOCK_B", "BLOCK_C", "BLOCK_N", "BLOCK_R")
     rows: int = next(size for name, size in case.constants.items() if name in blocks)
     columns: int = case.constants.get("BLOCK_D", 0) or case.constants.get("BLOCK_U", 0)
-    if "BLOCK_U" in case.constants and what == "store":
+    if "BLOCK_U" in case.constants and access == "store":
         # a byte that holds several numbers becomes as many columns; a constant 1 is a row or a column that is alone
         columns = min(columns * max(1, 8 // case.constants["BITS"]), case.constants.get("D", columns * 8))
         rows = min(rows, case.constants.get("N", rows), case.constants.get("B", rows))
@@ -219,18 +219,18 @@ def _elements(case: Case, target: str, what: str) -> int:
 
 
 def _narrow(moves: Sequence[tuple[str, int, int]], report: Report) -> Iterator[str]:
-    for what in ("load", "store"):
-        for width in sorted({at_once for kind, at_once, _ in moves if kind == what}, reverse=True):
-            need = sum(total for kind, at_once, total in moves if kind == what and at_once >= width)
-            have = sum(n * size for (kind, size), n in report.accesses.items() if kind == what and size >= width)
+    for access in ("load", "store"):
+        for width in sorted({at_once for kind, at_once, _ in moves if kind == access}, reverse=True):
+            need = sum(total for kind, at_once, total in moves if kind == access and at_once >= width)
+            have = sum(n * size for (kind, size), n in report.accesses.items() if kind == access and size >= width)
             if have < need:
-                yield f"{what}s {have} bytes of rows by {width} bytes at a time, promised {need}"
+                yield f"{access}s {have} bytes of rows by {width} bytes at a time, promised {need}"
 
 
 def _barriers(case: Case, target: str) -> int:
     """1 where a thread holds a row wider than it can store it: the row is dealt out again, once for each tile."""
-    (_, held, _), (_, stored, _) = promised_moves(case, target)
-    return int(held // _BYTES[case.types["W"]] > stored // _BYTES[case.types["Y"]])
+    (_, loaded, _), (_, stored, _) = promised_moves(case, target)
+    return int(loaded // _BYTES[case.types["W"]] > stored // _BYTES[case.types["Y"]])
 
 
 def _listed(row_sums: tuple[str, ...]) -> str:

@@ -172,10 +172,10 @@ def _read_amdgcn(compiled: Any) -> Report:
         return int(match[1])
 
     accesses: Counter[tuple[str, int]] = Counter()
-    for what, width in re.findall(
+    for access, width in re.findall(
         r"^\s+(?:global|buffer|flat)_(load|store)_[us]?(byte|short|dword(?:x\d)?)", text, re.M
     ):
-        accesses[what, _BYTES[width]] += 1
+        accesses[access, _BYTES[width]] += 1
     return Report(
         number("vgpr_count"),
         number("vgpr_spill_count") + number("sgpr_spill_count") + number("private_segment_fixed_size"),
@@ -237,13 +237,13 @@ class _Worker:
     """A process that compiles the tasks whose places it is sent. It is forked: kernels cannot be pickled."""
 
     def __init__(self, tasks: Sequence[tuple[Case, str]]) -> None:
-        self.pipe, theirs = multiprocessing.Pipe()
+        self.pipe, child_end = multiprocessing.Pipe()
         # compilers print the whole program when they fail
         self.printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=_work, args=(tasks, theirs, self.printed.fileno()), daemon=True)
+        self.process = context.Process(target=_work, args=(tasks, child_end, self.printed.fileno()), daemon=True)
         self.process.start()
-        theirs.close()
+        child_end.close()
 
     def last_words(self) -> str:
         """How the process ended: its status, minus its signal if it was one, and the first error that it printed."""

@@ -195,9 +195,9 @@ class _Recorder:
         if false.size:
             self.fault(f"{how} says a multiple of {align}, but the value is {false[0]}")
 
-    def fault(self, what: str) -> None:
+    def fault(self, text: str) -> None:
         launch = self.launches[-1]
-        raise Fault(f"{launch.kernel}, program {launch.programs[self.program]}: {what}")
+        raise Fault(f"{launch.kernel}, program {launch.programs[self.program]}: {text}")
 
 
 def _tensors(arguments: dict[str, Any]) -> dict[str, Tensor]:

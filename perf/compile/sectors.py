@@ -1,4 +1,4 @@
-"""Which share of the 32-byte sectors that they touch the streams of a compiled kernel use.
+"""Shares of the 32-byte sectors that they touch, as the streams of a compiled kernel use them.
 
 A stream is what a kernel loads or stores one after another: the address of element i of a tile is an argument's, more
 or less what is equal for all of them, and i elements on. Where a thread holds several neighbours and moves each for
@@ -40,17 +40,17 @@ def sector_shares(ttgir: str, ptx: str) -> dict[str, float]:
     """ "load" or "store" and an argument -> the share of their sectors that its streams use, of several the least."""
     widths = _widths(ptx)
     shares: dict[str, float] = {}
-    for name, place, element, held in _streams(ttgir):
+    for name, place, element, thread_bytes in _streams(ttgir):
         # where the compiler moved an access to another line, nothing is known of it
         if at_once := widths.get((name.split()[0], place, element == 8)):
-            share = 1.0 if at_once >= held else at_once / min(held, _SECTOR)
+            share = 1.0 if at_once >= thread_bytes else at_once / min(thread_bytes, _SECTOR)
             shares[name] = min(share, shares.get(name, 1.0))
     return shares
 
 
 def _streams(ttgir: str) -> Iterator[Access]:
     """The tiles of one dimension that lie one after another in memory."""
-    held = {
+    per_thread = {
         name: int(size)
         for name, size in re.findall(r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[(\d+)\],", ttgir, re.M)
     }
@@ -66,11 +66,11 @@ def _streams(ttgir: str) -> Iterator[Access]:
             if op in ("tt.addptr", "tt.splat", *_SAME) and operands:
                 bases[result] = bases.get(operands[0]) or operands[0]
         access = re.search(r"tt\.(load|store) (%[\w#]+).* : tensor<\d+x!tt\.ptr<(\w+)>, (#\w+)> loc\((#\w+)\)", line)
-        if access and access[4] in held and steps.get(access[2]) == 1 and access[5] in places:
+        if access and access[4] in per_thread and steps.get(access[2]) == 1 and access[5] in places:
             base = bases.get(access[2], access[2])
             name = f"{access[1]} {arguments.get(base, base.strip('%'))}"
             element = _BYTES.get(access[3], 1)
-            yield Access(name, places[access[5]], element, element * held[access[4]])
+            yield Access(name, places[access[5]], element, element * per_thread[access[4]])
 
 
 def _step(op: str, rest: str, operands: list[str], steps: Mapping[str, int | None]) -> int | None:

@@ -1,1 +1,1 @@
-"""What a step calls, launches, waits for and moves, exactly and without a GPU."""
+"""Counts of a step: what it calls, launches, waits for and moves, exactly and without a GPU."""

@@ -81,7 +81,7 @@ def read(path: Path) -> dict[str, dict[str, Counts]]:
         if given["format"] != FORMAT:
             raise ValueError(f"{path} has format {given['format']!r}, this version of shardwise reads {FORMAT}")
         return {
-            key: {step: {name: _count(one) for name, one in counts.items()} for step, counts in steps.items()}
+            key: {step: {name: _count(entry) for name, entry in counts.items()} for step, counts in steps.items()}
             for key, steps in given["counts"].items()
         }
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
@@ -124,11 +124,11 @@ def document(counts: Mapping[str, Found]) -> dict[str, Any]:
 
 def changes(before: Found, now: Found) -> list[Change]:
     """What differs for the steps that were counted now."""
-    found = []
+    changed = []
     for step, counts in now.items():
         old = before.get(step, {})
         for name in [*counts, *(name for name in old if name not in counts)]:
             change = Change(step, name, old.get(name), counts.get(name))
             if change.before is None or change.now is None or change.before.total != change.now.total:
-                found.append(change)
-    return found
+                changed.append(change)
+    return changed

@@ -34,12 +34,12 @@ class Called(NamedTuple):
 
 def python_calls(run: Callable[[], object]) -> Counter[Called]:
     """How often `run()` calls each function of Python, counted by `sys.setprofile`; a generator counts at each step."""
-    found: Counter[Called] = Counter()
+    counts: Counter[Called] = Counter()
 
     def seen(frame: Any, event: str, argument: object) -> None:
         if event == "call":
             code = frame.f_code
-            found[Called(code.co_filename, code.co_firstlineno, getattr(code, "co_qualname", code.co_name))] += 1
+            counts[Called(code.co_filename, code.co_firstlineno, getattr(code, "co_qualname", code.co_name))] += 1
 
     before = sys.getprofile()
     sys.setprofile(seen)
@@ -47,28 +47,31 @@ def python_calls(run: Callable[[], object]) -> Counter[Called]:
         run()
     finally:
         sys.setprofile(before)
-    return found
+    return counts
 
 
 def of_folder(calls: Counter[Called], folder: str) -> Counter[Called]:
     """Calls of functions whose file lies below a folder, by the path it was imported from."""
     inside = folder + os.sep
-    return Counter({one: n for one, n in calls.items() if one.file.startswith(inside)})
+    return Counter({called: n for called, n in calls.items() if called.file.startswith(inside)})
 
 
 def listed(calls: Counter[Called], most: int) -> list[str]:
     """The functions that are called most, one a line."""
-    return [f"{n:5} {'/'.join(one.file.split('/')[-2:])}:{one.line} {one.name}" for one, n in calls.most_common(most)]
+    return [
+        f"{n:5} {'/'.join(called.file.split('/')[-2:])}:{called.line} {called.name}"
+        for called, n in calls.most_common(most)
+    ]
 
 
 @contextmanager
 def collectives(names: Sequence[str] = COLLECTIVES) -> Iterator[Counter[str]]:
     """Count calls of torch.distributed's collectives by name while this is open."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            found[name] += 1
+            counts[name] += 1
             return function(*args, **kwargs)
 
         return call
@@ -78,7 +81,7 @@ def collectives(names: Sequence[str] = COLLECTIVES) -> Iterator[Counter[str]]:
             # under both names; what torch calls inside itself goes through the second and would count twice
             function = getattr(distributed_c10d, name)
             stack.enter_context(patch.object(dist, name, counted(name, function)))
-        yield found
+        yield counts
 
 
 def allocations(run: Callable[[], object]) -> list[int]:

@@ -66,7 +66,7 @@ def model_of(way: str, device: torch.device, around: Callable[[EmbeddingBagColle
         module, {f"t{t}": WAYS[way](t) for t in range(T)}, None, RANKS, RANKS, device.type
     )
     net = around(module)
-    (path,) = (name for name, one in net.named_modules() if one is module)
+    (path,) = (name for name, submodule in net.named_modules() if submodule is module)
     return DistributedModelParallel(net, device=device, plan=ShardingPlan({path: plan}))
 
 
@@ -102,10 +102,12 @@ STEPS: Sequence[Step] = (
 
 def counts_of_ranks(names: Sequence[str]) -> dict[str, Counts]:
     """Counts of these steps, by processes that this starts."""
-    found: dict[str, Counts] = on_ranks(RANKS, _counted, names, threads=None)
-    return found
+    counts: dict[str, Counts] = on_ranks(RANKS, _counted, names, threads=None)
+    return counts
 
 
 def _counted(names: Sequence[str]) -> dict[str, Counts]:
-    found = {step.name: of_ranks(step) for step in STEPS if step.name in names}
-    return {step: {name: Count(one.total, dict(one.parts)) for name, one in of.items()} for step, of in found.items()}
+    counts = {step.name: of_ranks(step) for step in STEPS if step.name in names}
+    return {
+        step: {name: Count(count.total, dict(count.parts)) for name, count in of.items()} for step, of in counts.items()
+    }

@@ -122,8 +122,8 @@ def sequence_step(device: torch.device) -> Prepare:
         given = batch_of(turn, device)
 
         def call() -> None:
-            found = model(given)
-            torch.autograd.backward([found[key].values() for key in KEYS], grads)
+            looked_up = model(given)
+            torch.autograd.backward([looked_up[key].values() for key in KEYS], grads)
 
         return call
 
@@ -173,8 +173,8 @@ def on_batch(
 
 def two_batches(turn: int, device: torch.device) -> list[KeyedJaggedTensor]:
     """Of other keys."""
-    one, other = batch_of(turn, device), batch_of(turn, device)
-    return [one, KeyedJaggedTensor([f"g{key}" for key in KEYS], other.values(), lengths=other.lengths())]
+    first, second = batch_of(turn, device), batch_of(turn, device)
+    return [first, KeyedJaggedTensor([f"g{key}" for key in KEYS], second.values(), lengths=second.lengths())]
 
 
 def two_outputs(turn: int, device: torch.device) -> list[KeyedTensor]:

@@ -153,16 +153,18 @@ class FakeCudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _give_memory(self, func: Any, leaves: Sequence[Any], result: Any) -> None:
         """Tensors of a result that have no memory get that of the storage they view, or new memory."""
         moved = func._schema.name == "aten::set_"
-        made = [one for one in tree_leaves(result) if isinstance(one, FakeCudaTensor) and (moved or not one.memory)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeCudaTensor) and (moved or not leaf.memory)]
         if not made:
             return
         # those without values inside of an op stand for others, whose memory they have
-        of_arguments = {} if moved else {_storage(one): one.memory for one in leaves if isinstance(one, FakeCudaTensor)}
-        for one in made:
-            one.memory = of_arguments.get(_storage(one)) or self._memory.get(_storage(one))
-            if one.memory is None:
-                one.memory = self._memory[_storage(one)] = DeviceMemory(one.host.untyped_storage().nbytes())
-                self.seen.allocation(one.memory, func, one.dtype)
+        of_arguments = (
+            {} if moved else {_storage(leaf): leaf.memory for leaf in leaves if isinstance(leaf, FakeCudaTensor)}
+        )
+        for tensor in made:
+            tensor.memory = of_arguments.get(_storage(tensor)) or self._memory.get(_storage(tensor))
+            if tensor.memory is None:
+                tensor.memory = self._memory[_storage(tensor)] = DeviceMemory(tensor.host.untyped_storage().nbytes())
+                self.seen.allocation(tensor.memory, func, tensor.dtype)
 
     def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of an operation, told to `seen`."""
@@ -170,13 +172,13 @@ class FakeCudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         leaves = tree_leaves((args, kwargs))
-        ours = any(isinstance(one, FakeCudaTensor) for one in leaves)
+        on_device = any(isinstance(leaf, FakeCudaTensor) for leaf in leaves)
         device = kwargs.get("device")
         # "meta" is what torch takes the device for
         there = None if device is None else torch.device(device).type != "cpu"
         if func is _ATEN._pin_memory.default:
             return args[0].clone()
-        if not ours and not there:
+        if not on_device and not there:
             return func(*args, **kwargs)
         if func.namespace == "shardwise":
             return self.op(func, args, kwargs)
@@ -194,7 +196,7 @@ class FakeCudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def leaf(self, func: Any, args: Any, kwargs: dict[str, Any], leaves: Sequence[Any]) -> Any:
         """An operation that CUDA has kernels of its own for, done on the host."""
-        bare = self.inside > 0 or any(isinstance(one, FakeCudaTensor) and one.host.is_meta for one in leaves)
+        bare = self.inside > 0 or any(isinstance(leaf, FakeCudaTensor) and leaf.host.is_meta for leaf in leaves)
         if "device" in kwargs and not bare:
             kwargs["device"] = torch.device("cpu")
         host_args, host_kwargs = tree_map(partial(_on_host, bare), (_tensors(func, args), kwargs))
@@ -215,7 +217,7 @@ class FakeCudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op of shardwise: its launches from its implementation, its values from the path of the CPU."""
         without_values = any(
-            isinstance(one, FakeCudaTensor) and one.host.is_meta for one in tree_leaves((args, kwargs))
+            isinstance(leaf, FakeCudaTensor) and leaf.host.is_meta for leaf in tree_leaves((args, kwargs))
         )
         bare_args, bare_kwargs = (args, kwargs) if without_values else tree_map(_bare, (args, kwargs))
         self.inside += 1
@@ -227,11 +229,11 @@ class FakeCudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if without_values:
             return noted
         result = _wrapped(func, args, kwargs, func(*tree_map(_values, args), **tree_map(_values, kwargs)))
-        for bare, one in zip(tree_leaves(noted), tree_leaves(result), strict=True):
+        for bare, tensor in zip(tree_leaves(noted), tree_leaves(result), strict=True):
             # what the implementation allocated, whatever the path of the CPU did
-            if isinstance(one, FakeCudaTensor) and one.memory is None and bare.memory is not None:
+            if isinstance(tensor, FakeCudaTensor) and tensor.memory is None and bare.memory is not None:
                 self._memory.pop(_storage(bare), None)
-                one.memory = self._memory[_storage(one)] = bare.memory
+                tensor.memory = self._memory[_storage(tensor)] = bare.memory
         return result
 
     def to_copy(self, source: Tensor, kwargs: dict[str, Any], there: bool | None) -> Any:
@@ -261,7 +263,7 @@ class FakeCudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             target.host.copy_(source.host)
             self.seen.operation(_ATEN.copy_.default, [target.host, source.host], {}, target.host)
         else:
-            into, out = (one.host if isinstance(one, FakeCudaTensor) else one for one in (target, source))
+            into, out = (tensor.host if isinstance(tensor, FakeCudaTensor) else tensor for tensor in (target, source))
             if not out.is_meta:
                 into.copy_(out)
             self.seen.copy("to device" if isinstance(target, FakeCudaTensor) else "to host", not non_blocking)
@@ -285,37 +287,37 @@ def is_view(func: Op) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
-def _on_host(bare: bool, one: Any) -> Any:
-    if isinstance(one, FakeCudaTensor):
-        return one.host.to("meta") if bare else one.host
+def _on_host(bare: bool, value: Any) -> Any:
+    if isinstance(value, FakeCudaTensor):
+        return value.host.to("meta") if bare else value.host
     # a scalar on the host may meet tensors of the device
-    return one.to("meta") if bare and isinstance(one, Tensor) and one.dim() else one
+    return value.to("meta") if bare and isinstance(value, Tensor) and value.dim() else value
 
 
 def _tensors(func: Any, args: Sequence[Any]) -> list[Any]:
     """Arguments by place; torch hands on as a number what it made a tensor of for an operation of tensors."""
     kinds = [str(argument.type) for argument in func._schema.arguments]
     return [
-        torch.tensor(one) if kind == "Tensor" and isinstance(one, (bool, int, float)) else one
-        for one, kind in zip(args, kinds, strict=False)
+        torch.tensor(value) if kind == "Tensor" and isinstance(value, (bool, int, float)) else value
+        for value, kind in zip(args, kinds, strict=False)
     ]
 
 
-def _bare(one: Any) -> Any:
+def _bare(value: Any) -> Any:
     """The same without values; every tensor for itself."""
-    if not isinstance(one, FakeCudaTensor):
-        return one
-    bare = FakeCudaTensor(torch.empty_strided(one.host.size(), one.host.stride(), dtype=one.dtype, device="meta"))
-    bare.memory = one.memory
+    if not isinstance(value, FakeCudaTensor):
+        return value
+    bare = FakeCudaTensor(torch.empty_strided(value.host.size(), value.host.stride(), dtype=value.dtype, device="meta"))
+    bare.memory = value.memory
     return bare
 
 
-def _storage(one: FakeCudaTensor) -> int:
-    return int(one.host.untyped_storage()._cdata)
+def _storage(tensor: FakeCudaTensor) -> int:
+    return int(tensor.host.untyped_storage()._cdata)
 
 
-def _values(one: Any) -> Any:
-    return one.host if isinstance(one, FakeCudaTensor) else one
+def _values(value: Any) -> Any:
+    return value.host if isinstance(value, FakeCudaTensor) else value
 
 
 def written(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -330,13 +332,16 @@ def written(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
 def _wrapped(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
     """What the op returned as tensors of the device; an argument that it wrote to is that argument."""
     changed = written(func, args, kwargs)
-    for one in changed:
-        if isinstance(one, FakeCudaTensor) and (one.shape, one.stride()) != (one.host.shape, one.host.stride()):
-            _DATA.__set__(one, FakeCudaTensor(one.host))
+    for argument in changed:
+        if isinstance(argument, FakeCudaTensor) and (argument.shape, argument.stride()) != (
+            argument.host.shape,
+            argument.host.stride(),
+        ):
+            _DATA.__set__(argument, FakeCudaTensor(argument.host))
     returns = func._schema.returns
     if len(returns) and all(r.alias_info is not None and r.alias_info.is_write for r in returns):
         return changed[0] if len(returns) == 1 else tuple(changed)
-    return tree_map(lambda one: FakeCudaTensor(one) if isinstance(one, Tensor) else one, result)
+    return tree_map(lambda value: FakeCudaTensor(value) if isinstance(value, Tensor) else value, result)
 
 
 class _Event:

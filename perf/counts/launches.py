@@ -45,8 +45,8 @@ def kernels_of(op: Op, args: Sequence[Any], kwargs: dict[str, Any], result: Any)
     name = op._schema.name.removeprefix("aten::")
     if is_view(op) or name in _NONE:
         return 0
-    changed = [one for one in _all([result, *written(op, args, kwargs)]) if isinstance(one, Tensor)]
-    if changed and not any(one.numel() for one in changed):
+    changed = [value for value in _all([result, *written(op, args, kwargs)]) if isinstance(value, Tensor)]
+    if changed and not any(tensor.numel() for tensor in changed):
         return 0
     return TABLE[name](args, kwargs) if name in TABLE else 1
 
@@ -56,15 +56,15 @@ def waits(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     name = op._schema.name.removeprefix("aten::")
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None and len(args) < 2
-    return name in _WAITS or (name in _INDEXED and any(_is_mask(one) for one in args[1]))
+    return name in _WAITS or (name in _INDEXED and any(_is_mask(index) for index in args[1]))
 
 
 def _all(values: Any) -> list[Any]:
-    return [leaf for one in values for leaf in (_all(one) if isinstance(one, (list, tuple)) else [one])]
+    return [leaf for value in values for leaf in (_all(value) if isinstance(value, (list, tuple)) else [value])]
 
 
 def _sort(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    keys = next(one for one in args if isinstance(one, Tensor))
+    keys = next(argument for argument in args if isinstance(argument, Tensor))
     dim = kwargs.get("dim", -1)
     if keys.dim() == 0:
         return 2
@@ -86,15 +86,15 @@ def _cumsum(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
 
 
 def _cat(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    tensors: list[Tensor] = [one for one in args[0] if one.dim() != 1 or one.numel()]
-    if len(tensors) > 1 and len({one.dtype for one in tensors}) == 1 and tensors[0].dim() <= 4:
-        batch = CAT_BATCH if all(one.is_contiguous() for one in tensors) else CAT_BATCH // 2
+    tensors: list[Tensor] = [tensor for tensor in args[0] if tensor.dim() != 1 or tensor.numel()]
+    if len(tensors) > 1 and len({tensor.dtype for tensor in tensors}) == 1 and tensors[0].dim() <= 4:
+        batch = CAT_BATCH if all(tensor.is_contiguous() for tensor in tensors) else CAT_BATCH // 2
         return -(-len(tensors) // batch)
-    return sum(one.numel() > 0 for one in tensors)
+    return sum(tensor.numel() > 0 for tensor in tensors)
 
 
-def _is_mask(one: Any) -> bool:
-    return isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8)
 
 
 def _nonzero(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -104,24 +104,24 @@ def _nonzero(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
 
 
 def _index(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    found = [one for one in args[1] if isinstance(one, Tensor)]
-    masks = sum(_nonzero([one], {}) for one in found if _is_mask(one))
-    return 1 + masks + sum(one.dtype == torch.int32 for one in found)
+    indices = [index for index in args[1] if isinstance(index, Tensor)]
+    masks = sum(_nonzero([index], {}) for index in indices if _is_mask(index))
+    return 1 + masks + sum(index.dtype == torch.int32 for index in indices)
 
 
 def _index_put(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     accumulates = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
     if not accumulates:
         return _index(args, kwargs)
-    n = max(one.numel() for one in args[1] if isinstance(one, Tensor))
+    n = max(index.numel() for index in args[1] if isinstance(index, Tensor))
     # rows as numbers (wrapped, times stride, over the size of a slice), positions, sorted pairs, sums of the runs
     return 4 + (1 if n <= 2304 else 10) + 1
 
 
 def _where(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    values = [one for one in args[1:] if isinstance(one, Tensor)]
+    values = [value for value in args[1:] if isinstance(value, Tensor)]
     wanted = torch.result_type(*values) if len(values) == 2 else None
-    return 1 + sum(one.dtype != wanted for one in values if wanted is not None)
+    return 1 + sum(value.dtype != wanted for value in values if wanted is not None)
 
 
 def _repeat_interleave(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -221,6 +221,6 @@ def caller() -> str:
 
 def launches(run: Callable[[], Any]) -> Counter[str]:
     """Kernels that `run` launches by name; it is called within `use_fake_cuda` and makes its tensors on `CUDA`."""
-    with use_fake_cuda(found := Counted()):
+    with use_fake_cuda(counted := Counted()):
         run()
-    return found.kernels
+    return counted.kernels

@@ -56,14 +56,16 @@ Counts = dict[str, Count]
 
 def missing() -> list[str]:
     """Why some counts cannot be made here; nothing where all can."""
-    found = []
+    reasons = []
     if importlib.util.find_spec("numba") is None:
-        found.append("numba is not installed: no counts of the CPU path with it")
+        reasons.append("numba is not installed: no counts of the CPU path with it")
     elif not numba_loops.compiles():
-        found.append("loops are turned off (SHARDWISE_NUMBA, NUMBA_DISABLE_JIT): no counts of the CPU path with numba")
+        reasons.append(
+            "loops are turned off (SHARDWISE_NUMBA, NUMBA_DISABLE_JIT): no counts of the CPU path with numba"
+        )
     if not HAS_TRITON:
-        found.append("triton is not installed: no kernels, copies and host syncs")
-    return found
+        reasons.append("triton is not installed: no kernels, copies and host syncs")
+    return reasons
 
 
 def counts_of(step: Step) -> Counts:
@@ -81,15 +83,15 @@ def counts_of(step: Step) -> Counts:
 
 def _on_all_paths(step: Step, of_path: Callable[[Step, str], Counts]) -> Counts:
     """Counts of the paths of the CPU, each by `of_path`, and of that of CUDA."""
-    found: Counts = {}
+    counts: Counts = {}
     with one_thread():
         if importlib.util.find_spec("numba") is not None and numba_loops.compiles():
-            found |= of_path(step, "numba")
+            counts |= of_path(step, "numba")
         with torch_alone():
-            found |= of_path(step, "torch alone")
+            counts |= of_path(step, "torch alone")
         if HAS_TRITON and step.cuda:
-            found |= on_device(step)
-    return found
+            counts |= on_device(step)
+    return counts
 
 
 @contextmanager
@@ -138,18 +140,18 @@ def on_host(step: Step, path: str) -> Counts:
 
 def by_folder(call: Call) -> Counter[str]:
     """Python calls by the folder of shardwise, torch or Python they are of; those of perf do not count."""
-    found: Counter[str] = Counter()
-    for one, n in python_calls(call).items():
-        path = Path(one.file)
+    counts: Counter[str] = Counter()
+    for called, n in python_calls(call).items():
+        path = Path(called.file)
         folder = "others"
-        if one.file.startswith(_TORCH):
+        if called.file.startswith(_TORCH):
             folder = "torch"
         elif path.is_absolute() and (inside := path.resolve()).is_relative_to(_ROOT):
             folder = inside.relative_to(_ROOT).parts[0]
         # an environment may lie in the checkout
-        found["others" if folder.startswith(".") else folder] += n
-    del found["perf"]
-    return found
+        counts["others" if folder.startswith(".") else folder] += n
+    del counts["perf"]
+    return counts
 
 
 def on_device(step: Step) -> Counts:
@@ -175,8 +177,8 @@ def of_ranks(step: Step) -> Counts:
     Collectives are those of the rank that calls most; all else is of all ranks together.
     """
     counted = _on_all_paths(step, _of_rank)
-    found = ranks.of_ranks(counted)
-    return {name: _together(name, [one[name] for one in found]) for name in counted}
+    by_rank = ranks.of_ranks(counted)
+    return {name: _together(name, [counts[name] for counts in by_rank]) for name in counted}
 
 
 def _of_rank(step: Step, path: str) -> Counts:
@@ -198,13 +200,13 @@ def _of_rank(step: Step, path: str) -> Counts:
 
 def _together(name: str, counts: Sequence[Count]) -> Count:
     if name == "collectives":
-        return max(counts, key=lambda one: one.total)
+        return max(counts, key=lambda count: count.total)
     parts: Counter[str] = Counter()
-    for one in counts:
-        parts.update(one.parts)
-    return Count.of(parts) if parts else Count(sum(one.total for one in counts))
+    for count in counts:
+        parts.update(count.parts)
+    return Count.of(parts) if parts else Count(sum(count.total for count in counts))
 
 
 def _sent() -> int:
     """Bytes that all exchanges of this process have sent."""
-    return sum(one.sent for one in gc.get_objects() if type(one) is Exchange)
+    return sum(item.sent for item in gc.get_objects() if type(item) is Exchange)

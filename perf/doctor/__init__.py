@@ -1,1 +1,1 @@
-"""What `shardwise doctor` looks at: versions, devices, bandwidths, a self-test, what is tuned and what is proven."""
+"""Sections of `shardwise doctor`: versions, devices, bandwidths, a self-test, what is tuned and what is proven."""

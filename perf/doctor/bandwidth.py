@@ -55,9 +55,9 @@ def _of_memory(name: str, device: str) -> Iterator[Finding]:
     table = torch.ones(TABLE_BYTES // 4 // DIM, DIM, device=device)
     ids = [torch.randint(len(table), (IDS,), device=device) for _ in range(3)]
     out = torch.empty(IDS, DIM, device=device)
-    gathers = [partial(torch.index_select, table, 0, one, out=out) for one in ids]
-    words = f"{IDS:,} rows of {4 * DIM} bytes at random, of {TABLE_BYTES // MIB} MiB"
-    yield _finding(f"{name}, gather", 2 * out.nbytes, _times(gathers, device), words)
+    gathers = [partial(torch.index_select, table, 0, index, out=out) for index in ids]
+    details = f"{IDS:,} rows of {4 * DIM} bytes at random, of {TABLE_BYTES // MIB} MiB"
+    yield _finding(f"{name}, gather", 2 * out.nbytes, _times(gathers, device), details)
 
 
 def _crossings(name: str, device: torch.device) -> Iterator[Finding]:
@@ -65,30 +65,30 @@ def _crossings(name: str, device: torch.device) -> Iterator[Finding]:
     there = torch.empty(CROSSING_BYTES, dtype=torch.uint8, device=device)
     pinned = torch.empty(CROSSING_BYTES, dtype=torch.uint8, pin_memory=True)
     paged = torch.ones(CROSSING_BYTES, dtype=torch.uint8)
-    for words, to, source in (
+    for direction, to, source in (
         ("host to GPU, pinned", there, pinned), ("GPU to host, pinned", pinned, there),
         ("host to GPU, not pinned", there, paged),
     ):  # fmt: skip
         times = _times([partial(to.copy_, source, non_blocking=True)], str(device))
-        yield _finding(f"{name}, {words}", CROSSING_BYTES, times, f"{CROSSING_BYTES // MIB} MiB")
+        yield _finding(f"{name}, {direction}", CROSSING_BYTES, times, f"{CROSSING_BYTES // MIB} MiB")
 
 
 def _times(calls: Sequence[Callable[[], object]], device: str) -> list[float]:
     """Microseconds of each call, of as many as fit the time."""
-    found: list[float] = []
+    times: list[float] = []
     begin = time.perf_counter()
-    while len(found) < REPEATS and (not found or time.perf_counter() - begin < SECONDS):
+    while len(times) < REPEATS and (not times or time.perf_counter() - begin < SECONDS):
         # each round warms up by a call of each
-        found += times_us(calls, device, 5)
-    return found
+        times += times_us(calls, device, 5)
+    return times
 
 
-def _finding(what: str, nbytes: int, times: Sequence[float], words: str) -> Finding:
+def _finding(subject: str, nbytes: int, times: Sequence[float], details: str) -> Finding:
     rates = sorted(nbytes / us / 1e3 for us in times)
     low, mid, high = (four_digits(rates[round(q * (len(rates) - 1))]) for q in (0.1, 0.5, 0.9))
-    text = f"{mid:.3g} GB/s ({low:.3g} to {high:.3g}); {words}"
+    text = f"{mid:.3g} GB/s ({low:.3g} to {high:.3g}); {details}"
     data = {"gb_per_s": mid, "p10": low, "p90": high, "calls": len(rates), "bytes": nbytes}
     if high > 2 * low:
         text += ". It varies: something else runs here"
-        return Finding(NOTE, what, text, "run it again when nothing else runs, before numbers are compared", data)
-    return Finding(OK, what, text, data=data)
+        return Finding(NOTE, subject, text, "run it again when nothing else runs, before numbers are compared", data)
+    return Finding(OK, subject, text, data=data)

@@ -56,8 +56,8 @@ def _cpu() -> Finding:
     return Finding(OK, "CPU", text, data=data)
 
 
-def _several(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def _several(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def total_memory() -> int | None:
@@ -97,7 +97,7 @@ def _path_on_cpu() -> Finding:
 
 
 def _gpu(device: torch.device) -> Iterator[Finding]:
-    what = f"GPU {device.index}"
+    subject = f"GPU {device.index}"
     properties: Any = torch.cuda.get_device_properties(device)
     name, architecture = configs.identity(device)
     free, total = torch.cuda.mem_get_info(device)
@@ -108,30 +108,30 @@ def _gpu(device: torch.device) -> Iterator[Finding]:
         "name": name, "architecture": architecture, "memory_bytes": total, "free_bytes": free, "driver": driver,
         "multiprocessors": properties.multi_processor_count,
     }  # fmt: skip
-    yield Finding(OK, what, text, data=data)
-    yield kernels_for(what, architecture)
+    yield Finding(OK, subject, text, data=data)
+    yield kernels_for(subject, architecture)
     by = "Triton's kernels" if _op.HAS_TRITON else "torch alone, since triton is not installed: slower"
     if _op.INTERPRETED:
         by = "Triton's interpreter, since TRITON_INTERPRET=1: a thousand times slower"
     good = _op.HAS_TRITON and not _op.INTERPRETED
     mend = "" if good else "unset TRITON_INTERPRET" if _op.INTERPRETED else "see triton above"
-    yield Finding(OK if good else NOTE, f"path, {what}", by, mend)
+    yield Finding(OK if good else NOTE, f"path, {subject}", by, mend)
 
 
-def kernels_for(what: str, architecture: str) -> Finding:
+def kernels_for(subject: str, architecture: str) -> Finding:
     """Whether the kernels compile for a GPU of this architecture, as far as the project has tried."""
     how = PROVEN.how_compiled(architecture)
-    what = f"kernels, {what}"
+    subject = f"kernels, {subject}"
     if how == "whole":
-        return Finding(OK, what, f"every kernel is compiled and checked for {architecture}")
+        return Finding(OK, subject, f"every kernel is compiled and checked for {architecture}")
     if how == "part":
         text = f"each kernel is compiled and checked for {architecture} at two widths; the others should do"
         if architecture == "sm_75":
             text += "; products of fp16 and bf16 jagged tensors are not supported there"
-        return Finding(OK, what, text)
+        return Finding(OK, subject, text)
     known = ", ".join((*PROVEN.whole, *PROVEN.part))
     text = f"nobody has compiled the kernels for {architecture}; they are for {known}. The self-test below says more"
-    return Finding(NOTE, what, text, "run models there once the self-test has passed, and please report it")
+    return Finding(NOTE, subject, text, "run models there once the self-test has passed, and please report it")
 
 
 def _driver() -> str:

@@ -48,7 +48,9 @@ def _broken(environment: Section) -> str:
     torch, _ = torch_or_error()
     if torch is None:
         return "not looked at: torch does not import"
-    if any(one.mark == PROBLEM and one.what in ("SHARDWISE_NUMBA", "parts") for one in environment.findings):
+    if any(
+        finding.mark == PROBLEM and finding.what in ("SHARDWISE_NUMBA", "parts") for finding in environment.findings
+    ):
         return "not looked at: shardwise does not import"
     return ""
 
@@ -88,7 +90,7 @@ def document(sections: Sequence[Section], seconds: float) -> dict[str, Any]:
     """The report for programs."""
     from shardwise._version import __version__
 
-    failed = any(one.mark == PROBLEM for section in sections for one in section.findings)
+    failed = any(finding.mark == PROBLEM for section in sections for finding in section.findings)
     return {
         "shardwise": __version__, "status": int(failed), "seconds": round(seconds, 1),
         "sections": [section.to_json() for section in sections],

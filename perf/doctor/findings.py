@@ -1,4 +1,4 @@
-"""What a check-up finds, as data: a mark, what it is about, what is so, and how to mend it. Imports no torch."""
+"""Findings of a check-up as data: a mark, what it is about, what is so, and how to mend it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it; what is empty is left out."""
-        found: dict[str, Any] = {"mark": self.mark, "what": self.what, "text": self.text}
-        return {**found, **({"mend": self.mend} if self.mend else {}), **({"data": {**self.data}} if self.data else {})}
+        content: dict[str, Any] = {"mark": self.mark, "what": self.what, "text": self.text}
+        return {
+            **content,
+            **({"mend": self.mend} if self.mend else {}),
+            **({"data": {**self.data}} if self.data else {}),
+        }
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,9 @@ class Section:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
-        return {"name": self.name, "findings": [one.to_json() for one in self.findings]}
+        return {"name": self.name, "findings": [finding.to_json() for finding in self.findings]}
 
 
 def count(sections: Sequence[Section], mark: str) -> int:
     """How many findings of all sections have this mark."""
-    return sum(one.mark == mark for section in sections for one in section.findings)
+    return sum(finding.mark == mark for section in sections for finding in section.findings)

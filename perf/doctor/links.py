@@ -39,13 +39,13 @@ def links(devices: Sequence[str], *, timeout_s: float = TIMEOUT_S) -> Iterator[F
             yield Finding(PROBLEM, "2 GPUs, NCCL", "this torch was built without NCCL", "install another torch")
 
 
-def _between(what: str, backend: str, devices: Sequence[str], timeout_s: float) -> Finding:
+def _between(subject: str, backend: str, devices: Sequence[str], timeout_s: float) -> Finding:
     """Times of exchanges between two processes that are started here."""
     try:
         small, large = _measure(backend, devices, timeout_s)
     except (RuntimeError, OSError) as error:
         mend = "export GLOO_SOCKET_IFNAME=lo" if backend == "gloo" else "NCCL_DEBUG=INFO shows why"
-        return Finding(PROBLEM, what, f"{' '.join(str(error).split())[:300]}; sharded models need it", mend)
+        return Finding(PROBLEM, subject, f"{' '.join(str(error).split())[:300]}; sharded models need it", mend)
     low, mid, high = _percentiles([1e6 * s for s in small])
     slow, usual, fast = _percentiles([LARGE / s / 1e9 for s in large])
     text = f"{mid:.3g} us ({low:.3g} to {high:.3g}) an exchange of one number"
@@ -54,7 +54,7 @@ def _between(what: str, backend: str, devices: Sequence[str], timeout_s: float) 
         "latency_us": mid, "latency_p10": low, "latency_p90": high, "gb_per_s": usual, "gb_per_s_p10": slow,
         "gb_per_s_p90": fast, "backend": backend,
     }  # fmt: skip
-    return Finding(OK, what, text, data=data)
+    return Finding(OK, subject, text, data=data)
 
 
 def _measure(backend: str, devices: Sequence[str], timeout_s: float) -> tuple[list[float], list[float]]:
@@ -64,17 +64,17 @@ def _measure(backend: str, devices: Sequence[str], timeout_s: float) -> tuple[li
         RuntimeError: the processes did not meet in time, or one ended.
     """
     context: Any = torch.multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="doctor") as folder:
         ranks = [
-            context.Process(target=_rank, args=(rank, backend, [*devices], folder, timeout_s, theirs), daemon=True)
+            context.Process(target=_rank, args=(rank, backend, [*devices], folder, timeout_s, sender), daemon=True)
             for rank in range(len(devices))
         ]
         for process in ranks:
             process.start()
-        theirs.close()
+        sender.close()
         try:
-            return _answer(ours, timeout_s)
+            return _answer(receiver, timeout_s)
         finally:
             # those that answered are about to end by themselves
             for process in ranks:
@@ -89,12 +89,12 @@ def _answer(conn: Connection, timeout_s: float) -> tuple[list[float], list[float
         if not conn.poll(0.1):
             continue
         try:
-            kind, found = conn.recv()
+            kind, answer = conn.recv()
         except EOFError:
             raise RuntimeError("the processes ended before they could exchange anything") from None
         if kind == "error":
-            raise RuntimeError(f"the processes could not exchange anything: {found}")
-        return found  # type: ignore[no-any-return]
+            raise RuntimeError(f"the processes could not exchange anything: {answer}")
+        return answer  # type: ignore[no-any-return]
     raise RuntimeError(f"the processes did not exchange anything within {timeout_s:g} s")
 
 
@@ -108,9 +108,9 @@ def _rank(rank: int, backend: str, devices: list[str], folder: str, timeout_s: f
             backend, f"file://{folder}/store", rank=rank, world_size=len(devices),
             timeout=timedelta(seconds=timeout_s),
         )  # fmt: skip
-        found = tuple(_exchanges(numbers, devices[rank], len(devices)) for numbers in (1, LARGE // 4))
+        seconds = tuple(_exchanges(numbers, devices[rank], len(devices)) for numbers in (1, LARGE // 4))
         if rank == 0:
-            conn.send(("found", found))
+            conn.send(("found", seconds))
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:
@@ -146,19 +146,24 @@ def _peers(gpus: Sequence[torch.device]) -> Iterator[Finding]:
     yield _peer_copy(gpus[0], gpus[1])
 
 
-def _peer_copy(one: torch.device, other: torch.device) -> Finding:
-    source = torch.ones(4 * LARGE, dtype=torch.uint8, device=one)
-    to = torch.empty_like(source, device=other)
+def _peer_copy(source_device: torch.device, target_device: torch.device) -> Finding:
+    source = torch.ones(4 * LARGE, dtype=torch.uint8, device=source_device)
+    to = torch.empty_like(source, device=target_device)
     times = []
     for _ in range(3 + CALLS):
-        torch.cuda.synchronize(one)
+        torch.cuda.synchronize(source_device)
         begin = time.perf_counter()
         to.copy_(source)
-        torch.cuda.synchronize(other)
+        torch.cuda.synchronize(target_device)
         times.append(time.perf_counter() - begin)
     low, mid, high = _percentiles([source.nbytes / s / 1e9 for s in times[3:]])
     text = f"{mid:.3g} GB/s ({low:.3g} to {high:.3g}), copies of {source.nbytes // MIB} MiB"
-    return Finding(OK, f"GPU {one.index} to GPU {other.index}", text, data={"gb_per_s": mid, "p10": low, "p90": high})
+    return Finding(
+        OK,
+        f"GPU {source_device.index} to GPU {target_device.index}",
+        text,
+        data={"gb_per_s": mid, "p10": low, "p90": high},
+    )
 
 
 def _percentiles(numbers: Sequence[float]) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""What is proven of the kernels without a GPU, for people who have no checkout that could say it.
+"""Proofs of the kernels that need no GPU, for people who have no checkout that could say it.
 
 `PROVEN` is the one place that says whether a kernel has run on a GPU: `gpus` names the folders of `perf/results/` that
 hold results of one. A test compares all of it with what the checkout's results say.

@@ -52,34 +52,34 @@ def _of_paths(done: SelfTest, seconds: float) -> Iterator[Finding]:
 def _of_path(path: Path, results: Sequence[Result], seconds: float) -> Iterator[Finding]:
     """What passed in one line, then what failed, then what was not tested."""
     where = "CPU" if path.device == "cpu" else f"GPU {path.device.split(':')[1]}"
-    what = f"{where}, {NAMES[path.by]}"
+    subject = f"{where}, {NAMES[path.by]}"
     counted = run.counted(results)
     data = {
         "device": path.device, "path": path.by, **counted,
         "families": [
-            {"family": one.family, "passed": one.passed, "failed": one.failed, "untested": one.untested,
-             "difference": one.difference}
-            for one in results
+            {"family": result.family, "passed": result.passed, "failed": result.failed, "untested": result.untested,
+             "difference": result.difference}
+            for result in results
         ],
     }  # fmt: skip
-    good = [one.family for one in results if one.passed and not one.failed]
+    good = [result.family for result in results if result.passed and not result.failed]
     if good:
         every = "all" if len(good) == len(results) else f"{len(good)} of {len(results)}"
         text = f"{every} families passed, {counted['passed']} checks of values and gradients"
         if counted["untested"]:
             # that a family passed is said of all its checks alone
             text = f"{counted['passed']} of {counted.total()} checks passed, of {every} families"
-        yield Finding(OK, what, text, data=data)
-    failures = [f"{one.family}, {sentence}" for one in results for sentence in one.failed]
+        yield Finding(OK, subject, text, data=data)
+    failures = [f"{result.family}, {sentence}" for result in results for sentence in result.failed]
     if failures:
         text = f"{len(failures)} of {counted.total()} checks failed: results here cannot be trusted"
         more = [f"and {len(failures) - MOST} more"] if len(failures) > MOST else []
         data = {**({} if good else data), "failures": failures}
-        yield Finding(PROBLEM, what, "\n".join([text, *failures[:MOST], *more]), _mend(path), data)
-    left = [one.family for one in results if one.untested]
+        yield Finding(PROBLEM, subject, "\n".join([text, *failures[:MOST], *more]), _mend(path), data)
+    left = [result.family for result in results if result.untested]
     if left:
         text = f"{counted['untested']} checks did not fit {seconds:.3g} s: {', '.join(left)}"
-        yield Finding(UNTESTED, what, text, "shardwise doctor --seconds 120", {} if good or failures else data)
+        yield Finding(UNTESTED, subject, text, "shardwise doctor --seconds 120", {} if good or failures else data)
 
 
 def _mend(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What in the environment has cost people an afternoon. Imports no torch: some of it keeps torch from working."""
+"""Traps of the environment that have cost people an afternoon. Imports no torch: some keep torch from working."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def traps(cores: int) -> Iterator[Finding]:
         _copies, _parts, _variables, _triton_interpret, lambda: _threads(cores), _numba_cache, _triton_cache,
         _shared_memory, _open_files, _huge_pages, _store_of_torchrun,
     )  # fmt: skip
-    found = [finding for check in checks if (finding := check()) is not None]
-    yield from found or [Finding(OK, "environment", "no trap that this project knows of is open")]
+    findings = [finding for check in checks if (finding := check()) is not None]
+    yield from findings or [Finding(OK, "environment", "no trap that this project knows of is open")]
 
 
 def _copies() -> Finding | None:
     """Two copies of shardwise that Python could import: whichever comes first on the path is it."""
     here = Path(__file__).resolve().parents[2]
     places = [Path(entry or ".") / "shardwise" for entry in sys.path]
-    places += [Path(str(one.locate_file("shardwise"))) for one in distributions(name="shardwise")]
+    places += [Path(str(distribution.locate_file("shardwise"))) for distribution in distributions(name="shardwise")]
     roots = {place.resolve() for place in places if (place / "__init__.py").is_file()}
     # this file lies in perf/ of a checkout, or in shardwise/perf of what is installed
     own = {here, here / "shardwise"}

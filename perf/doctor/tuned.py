@@ -1,4 +1,4 @@
-"""What is tuned for the devices here, what is not, and the commands that mend it."""
+"""Tuned configs for the devices here, what is not tuned, and the commands that mend it."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def _cpu() -> Finding:
 
 def _gpu(device: torch.device) -> Finding:
     name, architecture = configs.identity(device)
-    what = f"GPU {device.index}"
+    subject = f"GPU {device.index}"
     if not _op.HAS_TRITON:
-        return Finding(NOTE, what, "nothing to tune: triton is not installed", "see triton above")
+        return Finding(NOTE, subject, "nothing to tune: triton is not installed", "see triton above")
     version = configs.triton_version()
     files = [file for file in configs._files() if file.architecture == architecture]
     own = sum(key.triton == version for file in files if file.device == name for key in file.entries)
@@ -56,13 +56,13 @@ def _gpu(device: torch.device) -> Finding:
     other = sorted({key.triton for file in files for key in file.entries} - {version})
     data = {"entries": own, "entries_of_architecture": near, "other_tritons": other}
     if own:
-        return Finding(OK, what, f"{own} configs are tuned for {name} and triton {version}", data=data)
+        return Finding(OK, subject, f"{own} configs are tuned for {name} and triton {version}", data=data)
     text = f"not tuned for {name} and triton {version}: the heuristics serve"
     if near:
         text = f"{near} configs are those of another {architecture}, none of {name}"
     elif other:
         text = f"tuned for triton {', '.join(other)}, not for {version}: the heuristics serve"
-    return Finding(NOTE, what, text, _command(""), data)
+    return Finding(NOTE, subject, text, _command(""), data)
 
 
 def _command(options: str) -> str:

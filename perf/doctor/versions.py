@@ -62,7 +62,7 @@ def _python() -> Finding:
     text = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     if PYTHON[0] <= here <= PYTHON[1]:
         return Finding(OK, "Python", text)
-    low, high = (".".join(map(str, one)) for one in PYTHON)
+    low, high = (".".join(map(str, release)) for release in PYTHON)
     return Finding(NOTE, "Python", f"{text}: shardwise is tested on {low} to {high}", f"use Python {low} to {high}")
 
 
@@ -101,10 +101,10 @@ def _of_torch(torch: Any) -> Finding:
 def nvidia_driver() -> str:
     """The version of the NVIDIA driver that is loaded, empty where there is none."""
     try:
-        found = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        match = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
         return ""
-    return found[1] if found else "of unknown version"
+    return match[1] if match else "of unknown version"
 
 
 def amd_driver() -> str:
@@ -143,7 +143,7 @@ def _triton(torch: Any) -> Finding:
     needed = torch is not None and torch.cuda.is_available()
     installed = _version_of("triton", "pytorch-triton", "pytorch-triton-rocm")
     asked = asked_by_torch()
-    low, high = (".".join(map(str, one)) for one in TRITON)
+    low, high = (".".join(map(str, release)) for release in TRITON)
     bounds = f"=={asked}" if asked else f">={low},<{TRITON[1][0]}.{TRITON[1][1] + 1}"
     right = f'pip install "triton{bounds}"'
     if find_spec("triton") is None:
@@ -167,8 +167,8 @@ def asked_by_torch() -> str:
         lines = requires("torch") or []
     except PackageNotFoundError:
         return ""
-    found = (re.match(r"(?:pytorch-)?triton(?:-rocm)?\s*\(?==\s*([\w.+]+)", line) for line in lines)
-    return next((match[1] for match in found if match), "")
+    matches = (re.match(r"(?:pytorch-)?triton(?:-rocm)?\s*\(?==\s*([\w.+]+)", line) for line in lines)
+    return next((match[1] for match in matches if match), "")
 
 
 def _numba() -> Finding:

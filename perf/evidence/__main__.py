@@ -42,9 +42,9 @@ def mark(name: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one in this process, or several one after the other."""
     given = list(sys.argv[1:] if argv is None else argv)
-    names = [word for word in given if word in KNOWN]
+    names = [argument for argument in given if argument in KNOWN]
     if len(names) == 1:
-        return _run(names[0], [word for word in given if word != names[0]])
+        return _run(names[0], [argument for argument in given if argument != names[0]])
     asked: Options = {
         "names": {"nargs": "*", "metavar": "NAME", "help": f"of {', '.join(KNOWN)}"},
         "--write": {**FLAG, "help": "keep what is printed in the documents"},

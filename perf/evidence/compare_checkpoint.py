@@ -61,11 +61,11 @@ class Found(NamedTuple):
 
 # sums of rowwise Adagrad are one for each block of columns in TorchRec: a plan that keeps these blocks takes them
 CASES = [
-    *(Case("table_wise", other, one) for one, other in (("sgd", "row_wise"), ("adagrad", "column_wise"))),
+    *(Case("table_wise", other, optimizer) for optimizer, other in (("sgd", "row_wise"), ("adagrad", "column_wise"))),
     Case("table_wise", "row_wise", "rowwise_adagrad"),
-    *(Case("row_wise", other, one) for one, other in (("sgd", "column_wise"), ("adagrad", "table_wise"))),
+    *(Case("row_wise", other, optimizer) for optimizer, other in (("sgd", "column_wise"), ("adagrad", "table_wise"))),
     Case("row_wise", "table_wise", "rowwise_adagrad"),
-    *(Case("column_wise", other, one) for one, other in (("sgd", "table_wise"), ("adagrad", "row_wise"))),
+    *(Case("column_wise", other, optimizer) for optimizer, other in (("sgd", "table_wise"), ("adagrad", "row_wise"))),
     Case("column_wise", "column_wise", "rowwise_adagrad"),
 ]
 
@@ -85,9 +85,9 @@ def save_theirs(model: nn.Module, optimizer: Any, folder: Path) -> None:
 
 def load_theirs(model: nn.Module, optimizer: Any, folder: Path) -> None:
     """As TorchRec's users load: states have to be there to be filled."""
-    for _, one in optimizer.optimizers:
-        if isinstance(getattr(one, "_optimizer", None), torch.optim.Optimizer):
-            one.init_state()
+    for _, inner in optimizer.optimizers:
+        if isinstance(getattr(inner, "_optimizer", None), torch.optim.Optimizer):
+            inner.init_state()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     # without this torch looks for states of SGD on a rank that has no shard of a table, in its own checkpoints too
     planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
@@ -98,31 +98,31 @@ def load_theirs(model: nn.Module, optimizer: Any, folder: Path) -> None:
 
 def there_and_back(case: Case, folder: Path) -> Found:
     """One case; all ranks call it together."""
-    their, mine = torchrec(), ours()
+    peer, own = torchrec(), ours()
     first, second, third = (range(n * STEPS, (n + 1) * STEPS) for n in range(3))
-    model, optimizer = sharded(their, case.theirs, case.optimizer)
-    train(their, SHAPE, model, optimizer, first)
+    model, optimizer = sharded(peer, case.theirs, case.optimizer)
+    train(peer, SHAPE, model, optimizer, first)
     save_theirs(model, optimizer, folder / "theirs")
-    unbroken = train(their, SHAPE, model, optimizer, [*second, *third])
+    unbroken = train(peer, SHAPE, model, optimizer, [*second, *third])
 
     on_rank_0(lambda: from_dcp_trusted(folder / "theirs", folder / "converted", step=STEPS))
-    other, of_other = sharded(mine, case.ours, case.optimizer, first=1)
+    other, of_other = sharded(own, case.ours, case.optimizer, first=1)
     # nothing may be left of other values, moments and counts
-    train(mine, SHAPE, other, of_other, [999])
+    train(own, SHAPE, other, of_other, [999])
     newest = latest(folder / "converted")
     assert newest is not None
     load(newest, other, of_other)
-    found = train(mine, SHAPE, other, of_other, second)
+    own_losses = train(own, SHAPE, other, of_other, second)
     saved = save(folder / "ours", other, of_other, step=2 * STEPS).path
     on_rank_0(lambda: to_dcp(saved, folder / "back", names="torchrec"))
-    found += train(mine, SHAPE, other, of_other, third)
+    own_losses += train(own, SHAPE, other, of_other, third)
 
-    again, of_again = sharded(their, case.theirs, case.optimizer)
-    train(their, SHAPE, again, of_again, [999])
+    again, of_again = sharded(peer, case.theirs, case.optimizer)
+    train(peer, SHAPE, again, of_again, [999])
     load_theirs(again, of_again, folder / "back")
-    back = train(their, SHAPE, again, of_again, third)
+    back = train(peer, SHAPE, again, of_again, third)
     values = on_rank_0(lambda: differing_values(folder))
-    return Found(unbroken, found, back, values)
+    return Found(unbroken, own_losses, back, values)
 
 
 def differing_values(folder: Path) -> int:
@@ -134,9 +134,9 @@ def differing_values(folder: Path) -> int:
 
 def on_rank_0(work: Callable[[], Any]) -> Any:
     """Do it there, and have the others wait; what it returns on rank 0, 0 on the others."""
-    found = work() if dist.get_rank() == 0 else 0
+    result = work() if dist.get_rank() == 0 else 0
     dist.barrier()
-    return found
+    return result
 
 
 def compare(folder: Path) -> Section:
@@ -154,11 +154,11 @@ def compare(folder: Path) -> Section:
     logging.disable(logging.WARNING)
     for number, case in enumerate(CASES):
         ranks = of_ranks(there_and_back(case, folder / str(number)))
-        unbroken = [one.unbroken for one in ranks]
-        worst = worst_difference(unbroken, [one.ours for one in ranks])
-        back = worst_difference([one[STEPS:] for one in unbroken], [one.back for one in ranks])
-        told = f"{unbroken[0][0]:.4f}, {unbroken[0][-1]:.4f}"
-        lines.append(f"| {' | '.join(case)} | {told} | {worst:.1e} | {back:.1e} | {ranks[0].values} |")
+        unbroken = [rank.unbroken for rank in ranks]
+        worst = worst_difference(unbroken, [rank.ours for rank in ranks])
+        back = worst_difference([losses[STEPS:] for losses in unbroken], [rank.back for rank in ranks])
+        ends = f"{unbroken[0][0]:.4f}, {unbroken[0][-1]:.4f}"
+        lines.append(f"| {' | '.join(case)} | {ends} | {worst:.1e} | {back:.1e} | {ranks[0].values} |")
         if not max(worst, back) <= LOSS_BOUND or ranks[0].values:
             bad.append(f"{' '.join(case)}: {worst:.1e}, {back:.1e}, {ranks[0].values} tensors")
     return Section(lines, bad)

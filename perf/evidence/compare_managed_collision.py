@@ -44,11 +44,11 @@ def batches_of(stream: str, seed: int) -> Iterator[Tensor]:
         yield ids
 
 
-def differences(theirs: Any, policy: str, keep: str, stream: str, interval: int, size: int) -> tuple[int, int]:
+def differences(peer: Any, policy: str, keep: str, stream: str, interval: int, size: int) -> tuple[int, int]:
     """How many of (slots, state and evictions of a batch) were compared, and how many differed."""
     compared = wrong = 0
     pair = []
-    for library in (libraries.ours(), theirs):
+    for library in (libraries.ours(), peer):
         chosen = POLICIES[policy](library, getattr(library, keep) if keep else None)
         module = library.MCHManagedCollisionModule(size, torch.device("cpu"), chosen, interval)
         pair.append((module, library.JaggedTensor))
@@ -81,8 +81,8 @@ def run(options: argparse.Namespace) -> Report:
     lines, bad = [f"{'policy':26}{'runs':>6}{'batches':>9}{'differ':>8}"], 0
     for policy in POLICIES:
         cases = list(itertools.product(FILTERS, STREAMS, INTERVALS, SIZES))
-        found = [differences(libraries.torchrec(), policy, *case) for case in cases]
-        compared, wrong = (sum(numbers) for numbers in zip(*found, strict=True))
+        counts = [differences(libraries.torchrec(), policy, *case) for case in cases]
+        compared, wrong = (sum(numbers) for numbers in zip(*counts, strict=True))
         lines.append(f"{policy:26}{len(cases):6}{compared:9}{wrong:8}")
         bad += wrong
     return Report("\n".join(lines) + "\n", not bad)

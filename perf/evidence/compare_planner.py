@@ -81,15 +81,15 @@ def golden_estimates() -> str:
 
 def formulas(count: int) -> tuple[str, bool]:
     """Compares estimates of many random options."""
-    ours, theirs = libraries.ours(PLANNER), torchrec(PLANNER)
+    own, peer = libraries.ours(PLANNER), torchrec(PLANNER)
     shards, unequal, worst = 0, 0, 0.0
     for case in random_cases(count, seed=1):
-        _, perfs, storages = estimate(case, theirs)
-        _, our_perfs, our_storages = estimate(case, ours)
+        _, perfs, storages = estimate(case, peer)
+        _, own_perfs, own_storages = estimate(case, own)
         shards += len(perfs)
-        unequal += sum(a != b for a, b in zip(storages, our_storages, strict=True))
-        for theirs_ms, ours_ms in zip(perfs, our_perfs, strict=True):
-            for a, b in zip(theirs_ms, ours_ms, strict=True):
+        unequal += sum(a != b for a, b in zip(storages, own_storages, strict=True))
+        for peer_ms, own_ms in zip(perfs, own_perfs, strict=True):
+            for a, b in zip(peer_ms, own_ms, strict=True):
                 worst = max(worst, abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0)
     line = (
         f"{count} options, {shards} shards: largest relative difference of a time {worst:g}, {unequal} storages differ"
@@ -115,17 +115,17 @@ class _Rows(EmbeddingCollectionSharder):
 
 def compare_options() -> Iterator[tuple[str, int, int, bool]]:
     """What is enumerated, how many options ours and TorchRec's are, and whether they are the same."""
-    theirs, ours = torchrec(PLANNER), libraries.ours(PLANNER)
+    peer, own = torchrec(PLANNER), libraries.ours(PLANNER)
     for machines, topology in TOPOLOGIES.items():
         for asked, constraints in CONSTRAINTS.items():
             if topology["compute_device"] == "cpu" and constraints:
                 continue
-            listed = _enumerator(theirs, topology, constraints).enumerate(_model(theirs), theirs.get_default_sharders())
-            found = _enumerator(ours, topology, constraints).enumerate(_model(ours), [_Bags(), _Rows()])
-            same = sorted(map(_described, found)) == sorted(map(_described, listed))
+            listed = _enumerator(peer, topology, constraints).enumerate(_model(peer), peer.get_default_sharders())
+            own_options = _enumerator(own, topology, constraints).enumerate(_model(own), [_Bags(), _Rows()])
+            same = sorted(map(_described, own_options)) == sorted(map(_described, listed))
             # tables come in the same order; TorchRec's order of a table's types depends on the process
-            order = [list(dict.fromkeys(o.fqn for o in one)) for one in (found, listed)]
-            yield f"{machines}, {asked}", len(found), len(listed), same and order[0] == order[1]
+            order = [list(dict.fromkeys(o.fqn for o in options)) for options in (own_options, listed)]
+            yield f"{machines}, {asked}", len(own_options), len(listed), same and order[0] == order[1]
 
 
 def _enumerator(library: Any, topology: dict[str, Any], constraints: dict[str, dict[str, Any]]) -> Any:
@@ -133,7 +133,7 @@ def _enumerator(library: Any, topology: dict[str, Any], constraints: dict[str, d
     custom = arguments.pop("custom", None)
     if custom:
         arguments["custom_topology_data"] = library.CustomTopologyData(custom, topology["world_size"])
-    asked = {name: library.ParameterConstraints(**said) for name, said in constraints.items()}
+    asked = {name: library.ParameterConstraints(**settings) for name, settings in constraints.items()}
     return library.EmbeddingEnumerator(library.Topology(**arguments), 512, asked or None)
 
 
@@ -173,12 +173,12 @@ class Tally:
         self.on_purpose: Counter[str] = Counter()
         self.different: list[str] = []
 
-    def compare(self, what: str, where: str, theirs: object, ours: object) -> None:
+    def compare(self, subject: str, where: str, theirs: object, ours: object) -> None:
         """Count one comparison."""
         if theirs == ours:
-            self.agreed[what] += 1
+            self.agreed[subject] += 1
         else:
-            self.different.append(f"{what}, {where}:\n  theirs {str(theirs)[:300]}\n  ours   {str(ours)[:300]}")
+            self.different.append(f"{subject}, {where}:\n  theirs {str(theirs)[:300]}\n  ours   {str(ours)[:300]}")
 
 
 def sequence(lib: Any, proposer: Any, problem: Instance, **load: Any) -> tuple[list[list[Any]], float]:
@@ -187,17 +187,17 @@ def sequence(lib: Any, proposer: Any, problem: Instance, **load: Any) -> tuple[l
     begin = time.process_time()
     proposer.load(list(problem.options), **load)
     seconds = time.process_time() - begin
-    found: list[list[Any]] = []
-    while len(found) < MOST_PROPOSALS and (proposal := proposer.propose()):
+    proposals: list[list[Any]] = []
+    while len(proposals) < MOST_PROPOSALS and (proposal := proposer.propose()):
         lib.reset_shard_rank(proposal)
         rated = None
         with contextlib.suppress(lib.PlannerError):
             rated = rating.rate(partitioner.partition(proposal, problem.topology))
-        found.append(list(proposal))
+        proposals.append(list(proposal))
         begin = time.process_time()
         proposer.feedback(rated is not None, proposal, rated, problem.topology)
         seconds += time.process_time() - begin
-    return found, seconds
+    return proposals, seconds
 
 
 def placed(lib: Any, partitioner: Any, proposal: Sequence[Any], topology: Any) -> tuple[object, float]:
@@ -218,25 +218,28 @@ def compare_parts(lib: Any, problem: Instance, where: str, tally: Tally, seconds
     """Both sides' sequences of proposals and, for the first of each proposer, their placements and ratings."""
     number = {id(option): k for k, option in enumerate(problem.options)}
     proposals: dict[tuple[int, ...], list[Any]] = {}
-    ours_lib = libraries.ours(PLANNER)
-    sides = (lib, ours_lib)
+    own_lib = libraries.ours(PLANNER)
+    sides = (lib, own_lib)
     for name, make in PROPOSERS.items():
-        theirs, their_seconds = sequence(lib, make(lib), problem)
-        ours, our_seconds = sequence(lib, make(ours_lib), problem)
-        told = [[[number[id(option)] for option in one] for one in side] for side in (theirs, ours)]
-        tally.compare(f"proposals, {name}", where, *told)
-        seconds[f"theirs, {name}"] += their_seconds
-        seconds[f"ours, {name}"] += our_seconds
-        for one in theirs[:MOST_PLACED]:
-            proposals.setdefault(tuple(number[id(option)] for option in one), one)
+        peer_proposals, peer_seconds = sequence(lib, make(lib), problem)
+        own_proposals, own_seconds = sequence(lib, make(own_lib), problem)
+        numbered = [
+            [[number[id(option)] for option in proposed] for proposed in side]
+            for side in (peer_proposals, own_proposals)
+        ]
+        tally.compare(f"proposals, {name}", where, *numbered)
+        seconds[f"theirs, {name}"] += peer_seconds
+        seconds[f"ours, {name}"] += own_seconds
+        for proposed in peer_proposals[:MOST_PLACED]:
+            proposals.setdefault(tuple(number[id(option)] for option in proposed), proposed)
     for proposal in proposals.values():
         for name, make in PARTITIONERS.items():
-            theirs_at, their_seconds = placed(lib, make(lib), proposal, problem.topology)
-            ours_at, our_seconds = placed(lib, make(ours_lib), proposal, problem.topology)
-            tally.compare(f"ranks, {name}", where, theirs_at, ours_at)
-            seconds[f"theirs, {name}"] += their_seconds
-            seconds[f"ours, {name}"] += our_seconds
-            if isinstance(ours_at, list):
+            peer_ranks, peer_seconds = placed(lib, make(lib), proposal, problem.topology)
+            own_ranks, own_seconds = placed(lib, make(own_lib), proposal, problem.topology)
+            tally.compare(f"ranks, {name}", where, peer_ranks, own_ranks)
+            seconds[f"theirs, {name}"] += peer_seconds
+            seconds[f"ours, {name}"] += own_seconds
+            if isinstance(own_ranks, list):
                 for model in ("NoopPerfModel", "NoopStorageModel"):
                     rates = [getattr(side, model)(problem.topology).rate(proposal) for side in sides]
                     tally.compare(f"rating, {model}", where, *rates)
@@ -286,8 +289,8 @@ def compare_offload(lib: Any, tally: Tally) -> None:
         problem, enumerator = model_instance(lib, tables, 1, cached=True)
         sides = []
         for side in (lib, libraries.ours(PLANNER)):
-            found, _ = sequence(lib, side.EmbeddingOffloadScaleupProposer(), problem, enumerator=enumerator)
-            sides.append([[(o.fqn, o.compute_kernel, o.cache_load_factor) for o in one] for one in found])
+            proposals, _ = sequence(lib, side.EmbeddingOffloadScaleupProposer(), problem, enumerator=enumerator)
+            sides.append([[(o.fqn, o.compute_kernel, o.cache_load_factor) for o in proposal] for proposal in proposals])
         tally.compare(f"proposals, offload ({len(sides[0])})", f"{tables} cached tables", *sides)
 
 
@@ -302,16 +305,16 @@ def compare_stats(lib: Any, tally: Tally) -> None:
             by_table: dict[str, list[Any]] = {}
             for option in problem.options:
                 by_table.setdefault(option.fqn, []).append(option)
-            plan = [found[options * k % len(found)] for k, found in enumerate(by_table.values())]
+            plan = [same_table[options * k % len(same_table)] for k, same_table in enumerate(by_table.values())]
             lib.GreedyPerfPartitioner().partition(plan, topology)
             reservation._dense_storage, reservation._kjt_storage = plan[0].total_storage, plan[-1].total_storage
             sharding_plan = lib.to_sharding_plan(plan, topology)
             arguments = (sharding_plan, topology, 512, reservation, 7, 3, 1.25, plan, constraints, None, enumerator)
-            theirs = lib.EmbeddingStats()
-            theirs.log(*arguments)
-            sides = (theirs._stats_table, libraries.ours(PLANNER).EmbeddingStats().render(*arguments).splitlines())
-            told = [[line for one in side if (line := _bare(one))] for side in sides]
-            for line, other in zip_longest(*told):
+            stats = lib.EmbeddingStats()
+            stats.log(*arguments)
+            sides = (stats._stats_table, libraries.ours(PLANNER).EmbeddingStats().render(*arguments).splitlines())
+            texts = [[line for row in side if (line := _bare(row))] for side in sides]
+            for line, other in zip_longest(*texts):
                 if line != other and line and other and line.startswith("Top Tier"):
                     tally.on_purpose["tiers"] += 1
                 else:
@@ -320,9 +323,9 @@ def compare_stats(lib: Any, tally: Tally) -> None:
 
 def _bare(line: str) -> str:
     """A line without its frame, its rules and runs of blanks, each rank by itself."""
-    words = " ".join(line.strip().strip("#").split()).replace("[", "").replace("]", "").replace(", ", ",")
-    words = re.sub(r"(ranks? )(\d+)-(\d+)$", _each, words).replace("on no rank", "on rank").removesuffix(" ")
-    return words if words.strip("- ") else ""
+    text = " ".join(line.strip().strip("#").split()).replace("[", "").replace("]", "").replace(", ", ",")
+    text = re.sub(r"(ranks? )(\d+)-(\d+)$", _each, text).replace("on no rank", "on rank").removesuffix(" ")
+    return text if text.strip("- ") else ""
 
 
 def _each(run: re.Match[str]) -> str:
@@ -337,12 +340,12 @@ def golden(lib: Any, path: Path) -> None:
         number = {id(option): k for k, option in enumerate(problem.options)}
         sequences = {}
         for name, make in PROPOSERS.items():
-            found, _ = sequence(lib, make(lib), problem)
-            sequences[name] = [[number[id(option)] for option in one] for one in found[:GOLDEN_PROPOSALS]]
+            proposals, _ = sequence(lib, make(lib), problem)
+            sequences[name] = [[number[id(option)] for option in proposal] for proposal in proposals[:GOLDEN_PROPOSALS]]
         ranks = {
             name: [
-                placed(lib, make(lib), [problem.options[k] for k in one], problem.topology)[0]
-                for one in sequences["greedy"][:GOLDEN_PLACED]
+                placed(lib, make(lib), [problem.options[k] for k in proposal], problem.topology)[0]
+                for proposal in sequences["greedy"][:GOLDEN_PLACED]
             ]
             for name, make in PARTITIONERS.items()
         }
@@ -361,7 +364,7 @@ def parts(lib: Any, instances: int) -> tuple[list[str], bool]:
         compare_parts(lib, problem, f"model of {tables} tables on {8 * hosts} ranks", tally, seconds)
     compare_offload(lib, tally)
     compare_stats(lib, tally)
-    lines = [f"{count:7d} agree: {what}" for what, count in sorted(tally.agreed.items())]
+    lines = [f"{count:7d} agree: {subject}" for subject, count in sorted(tally.agreed.items())]
     lines += [f"{count:7d} differ on purpose: {ON_PURPOSE[why]}" for why, count in tally.on_purpose.items()]
     lines += [f"{len(tally.different):7d} differ", *tally.different, "CPU seconds for the models, theirs and ours:"]
     lines += [
@@ -393,8 +396,10 @@ def run(options: argparse.Namespace) -> Report:
         return Report(golden_estimates(), True)
     line, good = formulas(options.count)
     lines = [line]
-    for name, ours, theirs, same in compare_options():
-        lines.append(f"{name}: {theirs} options of torchrec, {ours} of ours, {'the same' if same else 'DIFFERENT'}")
+    for name, own_count, peer_count, same in compare_options():
+        lines.append(
+            f"{name}: {peer_count} options of torchrec, {own_count} of ours, {'the same' if same else 'DIFFERENT'}"
+        )
         good = good and same
     of_parts, same = parts(lib, options.instances)
     return Report("\n".join([*lines, *of_parts]) + "\n", good and same)

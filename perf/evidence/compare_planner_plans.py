@@ -117,10 +117,10 @@ def plans(
     shown = []
     for name, read in _sets(tables):
         if only in name:
-            found = read()
+            of_set = read()
             for shape in SHAPES:
-                if shapes in str(shape) and len(found) * shape.ranks <= largest:
-                    shown.append(_compare(name, found, shape, results, again))
+                if shapes in str(shape) and len(of_set) * shape.ranks <= largest:
+                    shown.append(_compare(name, of_set, shape, results, again))
                     _show(shown[-1])
     print("\n".join(_summary(shown)))
     return not any(_faults(known) for known in shown)
@@ -130,21 +130,21 @@ def times(tables: Path | None, *, only: str = "", laps: int = 3) -> None:
     """CPU seconds of planning sets of 26 tables for 8 ranks: TorchRec's planner, ours under our costs, our bound."""
     print("| set | batch | ours, the plan | the best bound | TorchRec | ours / torchrec |\n|---|---|---|---|---|---|")
     for name, read in _sets(tables):
-        found = read() if only in name else []
-        for shape in SHAPES[:2] if len(found) == 26 else ():
-            side = _TorchRec(found, shape)
+        of_set = read() if only in name else []
+        for shape in SHAPES[:2] if len(of_set) == 26 else ():
+            side = _TorchRec(of_set, shape)
             rows = []
             for _ in range(laps):
                 begin = time.process_time()
-                side._theirs("as it is")
-                theirs = time.process_time()
-                planned = plan_tables(found, side.ours, shape.batch_size)
-                ours = time.process_time()
+                side._planned_by_torchrec("as it is")
+                peer_end = time.process_time()
+                planned = plan_tables(of_set, side.ours, shape.batch_size)
+                own_end = time.process_time()
                 planned.certified  # noqa: B018 - computed when asked
-                rows.append((ours - theirs, time.process_time() - ours, theirs - begin))
-            mine, bound, their = (statistics.median(column) for column in zip(*rows, strict=True))
+                rows.append((own_end - peer_end, time.process_time() - own_end, peer_end - begin))
+            own_s, bound, peer_s = (statistics.median(column) for column in zip(*rows, strict=True))
             print(
-                f"| {name} | {shape.batch_size} | {mine:.2f} | {bound:.2f} | {their:.2f} | {mine / their:.2f}x |",
+                f"| {name} | {shape.batch_size} | {own_s:.2f} | {bound:.2f} | {peer_s:.2f} | {own_s / peer_s:.2f}x |",
                 flush=True,
             )
 
@@ -180,8 +180,8 @@ def _compare(name: str, tables: Sequence[Table], shape: Shape, results: Path, ag
 
 def _timed(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     wall, cpu = time.perf_counter(), time.process_time()
-    said = run()
-    return {**said, "wall_s": round(time.perf_counter() - wall, 3), "cpu_s": round(time.process_time() - cpu, 3)}
+    result = run()
+    return {**result, "wall_s": round(time.perf_counter() - wall, 3), "cpu_s": round(time.process_time() - cpu, 3)}
 
 
 class _TorchRec:
@@ -198,7 +198,7 @@ class _TorchRec:
     def runs(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         """What is computed, by name."""
         for label in PROPOSERS:
-            yield label, partial(self._theirs, label)
+            yield label, partial(self._planned_by_torchrec, label)
         yield SAME, partial(self._searched, None)
         yield NARROWER, partial(self._searched, NARROW)
         yield BY_ITSELF, self._by_itself
@@ -221,7 +221,7 @@ class _TorchRec:
             for table in self.tables
         }
 
-    def _theirs(self, label: str) -> dict[str, Any]:
+    def _planned_by_torchrec(self, label: str) -> dict[str, Any]:
         proposer, arguments = PROPOSERS[label]
         planner = self.library.EmbeddingShardingPlanner(
             topology=self.topology,
@@ -247,24 +247,24 @@ class _TorchRec:
         listed = time.process_time()
         problem, choices = problem_of(options, self.topology)
         try:
-            found = certify(problem, solve(problem))
+            certificate = certify(problem, solve(problem))
         except DoesNotFitError as error:
             return {"rating_ms": None, "why": str(error).splitlines()[0][:100]}
         return {
-            "rating_ms": self._rated(placed_options(problem, choices, found.assignment)),
-            "bound_ms": found.bound_ms,
-            "bound_from": found.bound_from,
-            "proven": found.proven,
+            "rating_ms": self._rated(placed_options(problem, choices, certificate.assignment)),
+            "bound_ms": certificate.bound_ms,
+            "bound_from": certificate.bound_from,
+            "proven": certificate.proven,
             "enumeration_cpu_s": round(listed - begin, 3),
         }
 
     def _by_itself(self) -> dict[str, Any]:
         cost = TorchRecCost(self.ours, self.shape.batch_size)
         try:
-            found = plan_tables(self.tables, self.ours, self.shape.batch_size, cost=cost).certified
+            certificate = plan_tables(self.tables, self.ours, self.shape.batch_size, cost=cost).certified
         except PlannerError as error:
             return {"rating_ms": None, "why": str(error).splitlines()[0][:100]}
-        return {"rating_ms": found.time_ms, "bound_ms": found.bound_ms, "proven": found.proven}
+        return {"rating_ms": certificate.time_ms, "bound_ms": certificate.bound_ms, "proven": certificate.proven}
 
     def _rated(self, plan: list[Any]) -> float:
         """By torchrec's model.
@@ -314,16 +314,16 @@ def _model(tables: Sequence[Table]) -> nn.Module:
 def _show(known: dict[str, Any]) -> None:
     """Prints all that was run for a set and shape, with the settings."""
     print(f"\n{known['set']}: {known['tables']} tables, batch {known['shape']['batch_size']}")
-    print("\n".join(f"  {what}: {said}" for what, said in known["settings"].items()))
+    print("\n".join(f"  {setting}: {value}" for setting, value in known["settings"].items()))
     for label, run in known["runs"].items():
         rating = run["rating_ms"]
-        told = f"{rating:12.6f} ms" if rating is not None else f"no plan: {run['why']}"
+        line = f"{rating:12.6f} ms" if rating is not None else f"no plan: {run['why']}"
         if "bound_ms" in run:
-            told += f", bound {run['bound_ms']:.6f}" + (" (optimal)" if run["proven"] else "")
+            line += f", bound {run['bound_ms']:.6f}" + (" (optimal)" if run["proven"] else "")
         spent = f"{run['cpu_s']:.2f} s CPU, {run['wall_s']:.2f} s wall"
         if "enumeration_cpu_s" in run:
             spent += f", {run['enumeration_cpu_s']:.2f} s CPU of it TorchRec's enumerator"
-        print(f"  {label:28} {told}  [{spent}]")
+        print(f"  {label:28} {line}  [{spent}]")
     print("".join(f"  WRONG: {fault}\n" for fault in _faults(known)), end="", flush=True)
 
 
@@ -335,16 +335,16 @@ def _best(known: dict[str, Any]) -> tuple[float, str] | None:
 
 def _faults(known: dict[str, Any]) -> list[str]:
     """Plans of ours that are worse than the best of TorchRec's, and bounds above a plan."""
-    best, found = _best(known), []
+    best, faults = _best(known), []
     if best is None:
         return []
     for label in (SAME, NARROWER, BY_ITSELF):
         run = known["runs"][label]
         if run["rating_ms"] is None or run["rating_ms"] > best[0] * (1 + 1e-9):
-            found.append(f"{label} is worse than {best[1]}")
+            faults.append(f"{label} is worse than {best[1]}")
         if run.get("bound_ms", 0) > best[0] * (1 + 1e-6):
-            found.append(f"the bound of {label} is above the plan of {best[1]}")
-    return found
+            faults.append(f"the bound of {label} is above the plan of {best[1]}")
+    return faults
 
 
 def _summary(shown: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -359,13 +359,13 @@ def _summary(shown: Sequence[dict[str, Any]]) -> Iterator[str]:
         same, narrower = runs[SAME], runs[NARROWER]
         if best is None and same["rating_ms"] is None:
             continue
-        theirs = "none | " if best is None else f"{best[0]:.4f} | {best[1]}"
-        ours = [one["rating_ms"] for one in (same, narrower)]
-        told = ["none" if rating is None else f"{rating:.4f}" for rating in ours]
+        best_row = "none | " if best is None else f"{best[0]:.4f} | {best[1]}"
+        ratings = [result["rating_ms"] for result in (same, narrower)]
+        cells = ["none" if rating is None else f"{rating:.4f}" for rating in ratings]
         bound = f"{same['bound_ms']:.4f}" + (" (optimal)" if same["proven"] else "") if "bound_ms" in same else ""
         yield (
-            f"| {known['set']} | {known['tables']} | {shape.ranks} x {shape.hosts} | {shape.batch_size} | {theirs} |"
-            f" {told[0]} | {bound} | {told[1]} | {runs['as it is']['cpu_s']:.2f} | {runs[BY_ITSELF]['cpu_s']:.2f} |"
+            f"| {known['set']} | {known['tables']} | {shape.ranks} x {shape.hosts} | {shape.batch_size} | {best_row} |"
+            f" {cells[0]} | {bound} | {cells[1]} | {runs['as it is']['cpu_s']:.2f} | {runs[BY_ITSELF]['cpu_s']:.2f} |"
         )
 
 
@@ -411,12 +411,12 @@ def planned(name: str, tables: Sequence[Table], topology: Topology, batch_size: 
     }
     plan = plan_tables(tables, topology, batch_size, cost=cost, settings=settings)
     taken = time.process_time() - begin
-    found, base = plan.certified, float(plan.problem.base_ms.max())
+    proof, base = plan.certified, float(plan.problem.base_ms.max())
     machine = facts(plan)["topology"]
-    beyond = (found.time_ms - found.bound_ms) / (found.bound_ms - base) if found.bound_ms > base else 0.0
+    beyond = (proof.time_ms - proof.bound_ms) / (proof.bound_ms - base) if proof.bound_ms > base else 0.0
     return Row(
-        name, len(tables), topology.world_size, machine, batch_size, cost, plan.settings, found.time_ms,
-        found.bound_ms, found.gap, base, beyond, found.proven, found.bound_from, plan.seconds, taken,
+        name, len(tables), topology.world_size, machine, batch_size, cost, plan.settings, proof.time_ms,
+        proof.bound_ms, proof.gap, base, beyond, proof.proven, proof.bound_from, plan.seconds, taken,
     )  # fmt: skip
 
 
@@ -436,7 +436,7 @@ def cases(folder: Path | None, only: str) -> Iterator[tuple[str, list[Table], To
 
 def scaling(cost: str) -> list[tuple[int, int, float]]:
     """Tables, ranks and CPU seconds of generated sets."""
-    found = []
+    points = []
     for count in (25, 50, 100, 200, 400, 800, 1600):
         for ranks in (8, 32, 128):
             try:
@@ -444,9 +444,9 @@ def scaling(cost: str) -> list[tuple[int, int, float]]:
             except PlannerError as error:
                 print(f"{count} tables x {ranks} ranks: {str(error).splitlines()[0]}", file=sys.stderr)
                 continue
-            found.append((count, ranks, row.cpu_seconds))
+            points.append((count, ranks, row.cpu_seconds))
             print(f"{count} tables x {ranks} ranks: {row.cpu_seconds:.2f} s of CPU, gap {row.gap:.2%}", flush=True)
-    return found
+    return points
 
 
 def drawn(points: Sequence[tuple[int, int, float]]) -> str:
@@ -507,17 +507,17 @@ def sets(tables: Path | None, *, only: str, cost: str, result: Path | None) -> N
     the plan. Seconds are of pricing, search, bound and gap; imports are not in it.
     """
     rows = []
-    for name, found, topology, batch_size in cases(tables, only):
+    for name, of_set, topology, batch_size in cases(tables, only):
         try:
-            rows.append(planned(name, found, topology, batch_size, cost))
+            rows.append(planned(name, of_set, topology, batch_size, cost))
         except PlannerError as error:
             print(f"{name} on {topology.world_size}: {str(error).splitlines()[0]}", file=sys.stderr)
     print("\n".join(grid(HEADER, map(_cells, rows))))
     if result:
         result.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     print("\nTables are those of the file of that name, or generated by this script. Settings:")
-    for what, value in dict.fromkeys(pair for row in rows for pair in row.settings.items()):
-        print(f"- {what}: {value}")
+    for setting, value in dict.fromkeys(pair for row in rows for pair in row.settings.items()):
+        print(f"- {setting}: {value}")
     for line in dict.fromkeys(row.topology for row in rows):
         print(f"- {line}")
 

@@ -95,23 +95,27 @@ def compare_rows(kind: str, how: Stored, shapes: int) -> RowsFound:
         count, wanted = (int(torch.randint(1, most, (), generator=numbers)) for most in (100, 300))
         dim = how.dim(wanted)
         values = ROWS[kind](torch.randn(count, dim, generator=numbers))
-        rows, theirs = rows + count, how.theirs(values)
-        finite = theirs[1].isfinite().all(1) & values.isfinite().all(1)
+        rows, peer = rows + count, how.theirs(values)
+        finite = peer[1].isfinite().all(1) & values.isfinite().all(1)
         try:
-            ours = how.ours(values)
+            own = how.ours(values)
         except ValueError:
             if bool(finite.all()):
                 raise
             refused += count
             continue
-        same = same_bits(ours[0], theirs[0]).all(1) & same_bits(ours[1], theirs[1]).all(1)
+        same = same_bits(own[0], peer[0]).all(1) & same_bits(own[1], peer[1]).all(1)
         different += int((~same).sum())
-        (mine, back), (_, their) = how.values(ours, dim), how.values(theirs, dim)
-        step = theirs[1][:, :1].float().abs()
-        fits = finite & ours[1].isfinite().all(1) & (step[:, 0] > 0)
+        (own_values, back), (_, peer_values) = how.values(own, dim), how.values(peer, dim)
+        step = peer[1][:, :1].float().abs()
+        fits = finite & own[1].isfinite().all(1) & (step[:, 0] > 0)
         if bool(fits.any()):
-            size = mine.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-            far = [(mine - values).abs() / step, (their - values).abs() / step, (mine - back).abs() / size]
+            size = own_values.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+            far = [
+                (own_values - values).abs() / step,
+                (peer_values - values).abs() / step,
+                (own_values - back).abs() / size,
+            ]
             worst = [max(old, float(new[fits].max())) for old, new in zip(worst, far, strict=True)]
     return RowsFound(rows, different, refused, *worst)
 
@@ -130,20 +134,20 @@ def rows_section(shapes: int) -> Section:
     for kind in ROWS:
         cells = []
         for how in ways:
-            found = compare_rows(kind, how, shapes)
-            apart[how.name] = max(apart[how.name], found.apart)
-            error = f"{found.ours:.2g}" if found.ours >= 0 else "-"
-            if found.refused:
-                cells.append(f"{100 * found.refused / found.rows:.0f} % refused")
+            result = compare_rows(kind, how, shapes)
+            apart[how.name] = max(apart[how.name], result.apart)
+            error = f"{result.ours:.2g}" if result.ours >= 0 else "-"
+            if result.refused:
+                cells.append(f"{100 * result.refused / result.rows:.0f} % refused")
                 continue
-            if not found.different:
+            if not result.different:
                 cells.append(f"same, {error}")
                 continue
-            cells.append(f"{100 * found.different / found.rows:.0f} % differ, {error} to {found.theirs:.2g}")
+            cells.append(f"{100 * result.different / result.rows:.0f} % differ, {error} to {result.theirs:.2g}")
             if how.name not in DIFFERENT:
-                bad.append(f"{kind} rows as {how.name}: {found.different} of {found.rows} differ")
-            elif not found.ours <= max(found.theirs, WORST):
-                bad.append(f"{kind} rows as {how.name}: error of {found.ours:.2g} steps, theirs {found.theirs:.2g}")
+                bad.append(f"{kind} rows as {how.name}: {result.different} of {result.rows} differ")
+            elif not result.ours <= max(result.theirs, WORST):
+                bad.append(f"{kind} rows as {how.name}: error of {result.ours:.2g} steps, theirs {result.theirs:.2g}")
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     lines += [
         "",
@@ -239,13 +243,15 @@ def lookups_section(peer: Any) -> Section:
                 same, apart, beyond = 1.0, 0.0, 0.0
                 for index_dtype in (torch.int64, torch.int32):
                     case = lookup(format, mode, weighted=weighted, index_dtype=index_dtype)
-                    mine, their = case.ours(dtype), case.theirs(peer, dtype)
-                    if mine.dtype != their.dtype or mine.shape != their.shape:
-                        bad.append(f"{format} {name}: {mine.dtype} {list(mine.shape)}, not {list(their.shape)}")
+                    own_out, peer_out = case.ours(dtype), case.theirs(peer, dtype)
+                    if own_out.dtype != peer_out.dtype or own_out.shape != peer_out.shape:
+                        bad.append(
+                            f"{format} {name}: {own_out.dtype} {list(own_out.shape)}, not {list(peer_out.shape)}"
+                        )
                         continue
-                    same = min(same, float(same_bits(mine, their).double().mean()))
-                    apart = max(apart, float(((mine.float() - their.float()).abs() / case.steps()).max()))
-                    beyond = max(beyond, float((beyond_rounding(mine, their) / case.steps()).max()))
+                    same = min(same, float(same_bits(own_out, peer_out).double().mean()))
+                    apart = max(apart, float(((own_out.float() - peer_out.float()).abs() / case.steps()).max()))
+                    beyond = max(beyond, float((beyond_rounding(own_out, peer_out) / case.steps()).max()))
                 cells.append("all" if same == 1 else f"{100 * same:.1f} %, {apart:.2g}")
                 # the order of adding is free, what a row's values are is not; FBGEMM's bf16 rounds ties up
                 if not beyond <= STEPS or (mode == "sequence" and same < 1 and dtype != torch.bfloat16):
@@ -278,7 +284,7 @@ def models_section(peer: Any) -> Section:
     counts = lengths.view(2, SAMPLES).sum(1).tolist()
     ids = torch.cat([torch.randint(0, len(w), (n,), generator=numbers) for w, n in zip(weights, counts, strict=True)])
     keys = ["f0", "f1"]
-    mine_in, their_in = (lib.KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths) for lib in (shardwise, peer))
+    own_input, peer_input = (lib.KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths) for lib in (shardwise, peer))
     lines = [
         "## Models", "",
         "One float collection through `quantize_inference_model` of both: largest error of the outputs against the"
@@ -289,21 +295,26 @@ def models_section(peer: Any) -> Section:
     ]  # fmt: skip
     bad = []
     for format, dtype in MODEL_DTYPES.items():
-        wanted = _collection(shardwise, weights)(mine_in).values().detach()
-        ours, theirs = _quantized(peer, weights, dtype)
-        mine, their = ours(mine_in).values(), theirs(their_in).values()
-        written = torchrec_state_dict(ours, wrap={"int4": peer.UInt4Tensor, "int2": peer.UInt2Tensor})
-        state = theirs.state_dict()
+        wanted = _collection(shardwise, weights)(own_input).values().detach()
+        own_model, peer_model = _quantized(peer, weights, dtype)
+        own_out, peer_out = own_model(own_input).values(), peer_model(peer_input).values()
+        written = torchrec_state_dict(own_model, wrap={"int4": peer.UInt4Tensor, "int2": peer.UInt2Tensor})
+        state = peer_model.state_dict()
         same = all(torch.equal(t.view(torch.uint8), state[name].view(torch.uint8)) for name, t in written.items())
-        ours_again, theirs_again = _quantized(peer, [torch.zeros_like(weight) for weight in weights], dtype)
-        load_torchrec_state_dict(ours_again, state)
+        own_loaded, peer_loaded = _quantized(peer, [torch.zeros_like(weight) for weight in weights], dtype)
+        load_torchrec_state_dict(own_loaded, state)
         # what its tables know of memory stays its own
-        theirs_again.load_state_dict(written, strict=False)
-        loaded = [ours_again(mine_in).values() - their, theirs_again(their_in).values() - mine]
+        peer_loaded.load_state_dict(written, strict=False)
+        loaded = [own_loaded(own_input).values() - peer_out, peer_loaded(peer_input).values() - own_out]
         apart = [float(off.abs().max() / wanted.abs().max()) for off in loaded]
-        errors = [float((out - wanted).abs().max()) for out in (mine, their)]
-        said = [f"{errors[0]:.3g}", f"{errors[1]:.3g}", "same" if same else "differs", *(f"{off:.2g}" for off in apart)]
-        lines.append(f"| {format} | {' | '.join(said)} |")
+        errors = [float((out - wanted).abs().max()) for out in (own_out, peer_out)]
+        cells = [
+            f"{errors[0]:.3g}",
+            f"{errors[1]:.3g}",
+            "same" if same else "differs",
+            *(f"{off:.2g}" for off in apart),
+        ]
+        lines.append(f"| {format} | {' | '.join(cells)} |")
         if not same and f"{format}, fp16 scales" not in DIFFERENT:
             bad.append(f"{format} models: states differ")
         if not max(apart) <= VALUES:

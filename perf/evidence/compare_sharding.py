@@ -93,7 +93,7 @@ def loss_section(steps: int) -> Section:
             name = "adagrad" if (strategy, optimizer) == ("data_parallel", "rowwise_adagrad") else optimizer
             both = [losses(side, SMALL, strategy, optimizer, steps) for side in (ours(), torchrec())]
             all_ranks = of_ranks(both)
-            worst = worst_difference([mine for mine, _ in all_ranks], [their for _, their in all_ranks])
+            worst = worst_difference([own for own, _ in all_ranks], [peer for _, peer in all_ranks])
             first = all_ranks[0][0]
             lines.append(f"| {strategy} | {name} | {first[0]:.4f}, {first[-1]:.4f} | {worst:.1e} |")
             if not worst <= LOSS_BOUND:
@@ -104,34 +104,34 @@ def loss_section(steps: int) -> Section:
 def time_section(shape: Shape, bound: float, count: int) -> Section:
     """Time, collectives, calls and stages of both sides at one shape."""
     steppers = [Stepper(side, shape, "table_wise", "rowwise_adagrad") for side in (ours(), torchrec())]
-    mine, their = steppers
-    names = [one.side.label for one in steppers]
+    own, peer = steppers
+    names = [stepper.side.label for stepper in steppers]
     gathered = of_ranks(turns(steppers, count))
     lines = [f"## {str(shape)[:1].upper()}{str(shape)[1:]}", "", f"table_wise, rowwise Adagrad, {count} turns.", ""]
     lines += [f"| | {names[0]} ms | {names[1]} ms | ratio, quartiles |", "| --- | --- | --- | --- |"]
     bad = []
-    for number, what in enumerate(("clock", "CPU of all threads")):
+    for number, quantity in enumerate(("clock", "CPU of all threads")):
         # a step takes as long as its slowest rank
         a, b = ([max(rank[name][n][number] for rank in gathered) for n in range(count)] for name in names)
         low, ratio, high = statistics.quantiles([x / y for x, y in zip(a, b, strict=True)], n=4)
         lines.append(
-            f"| {what} | {1e3 * statistics.median(a):.1f} | {1e3 * statistics.median(b):.1f}"
+            f"| {quantity} | {1e3 * statistics.median(a):.1f} | {1e3 * statistics.median(b):.1f}"
             f" | {ratio:.2f} ({low:.2f}-{high:.2f}) |"
         )
         if number == 0 and not ratio <= bound:
             bad.append(f"{shape}: {ratio:.2f} of TorchRec's time, bound {bound}")
-    called = [collectives_of_step(one) for one in steppers]
+    called = [collectives_of_step(stepper) for stepper in steppers]
     lines.append(f"| collectives | {called[0].total()} | {called[1].total()} | |")
-    counted = [calls_of_forward(one) for one in steppers]
-    for number, what in enumerate(("Python calls, third forward", "of them in its own code")):
-        lines.append(f"| {what} | {counted[0][number].total()} | {counted[1][number].total()} | |")
+    counted = [calls_of_forward(stepper) for stepper in steppers]
+    for number, quantity in enumerate(("Python calls, third forward", "of them in its own code")):
+        lines.append(f"| {quantity} | {counted[0][number].total()} | {counted[1][number].total()} | |")
     if shape.L == 1:
         bad += [
-            f"{found.total()} calls of Python, bound {most}"
-            for found, most in zip(counted[0], CALLS, strict=True)
-            if found.total() > most
+            f"{calls.total()} calls of Python, bound {most}"
+            for calls, most in zip(counted[0], CALLS, strict=True)
+            if calls.total() > most
         ]
-    lines += ["", *stage_table(mine, count)]
+    lines += ["", *stage_table(own, count)]
     lines += ["Called most:", "", "```", *listed(counted[0][0], 25), "```", ""]
     return Section(lines, bad)
 
@@ -160,27 +160,27 @@ def row_wise_section(shape: Shape, count: int) -> Section:
     ]  # fmt: skip
     for name, (_, numbers) in columns.items():
         clock = [max(1e3 * rank[name][n].clock for rank in gathered) for n in range(count)]
-        cpu = [1e3 * one.cpu for one in gathered[0][name]]
-        faults, switches = (statistics.median(getattr(one, what) for one in gathered[0][name])
-                            for what in ("faults", "switches"))  # fmt: skip
+        cpu = [1e3 * usage.cpu for usage in gathered[0][name]]
+        faults, switches = (statistics.median(getattr(usage, field) for usage in gathered[0][name])
+                            for field in ("faults", "switches"))  # fmt: skip
         spread = [statistics.quantiles(values, n=4) for values in (clock, cpu)]
-        told = [f"{middle:.1f} ({low:.1f}-{high:.1f})" for low, middle, high in spread]
+        cells = [f"{middle:.1f} ({low:.1f}-{high:.1f})" for low, middle, high in spread]
         sent = 2 * 4e-6 * numbers
-        lines.append(f"| {name} | {sent:.1f} | {told[0]} | {told[1]} | {faults:.0f} | {switches:.0f} |")
-    for what in ("step", "exchange alone"):
-        join = " " if what == "step" else ", "
+        lines.append(f"| {name} | {sent:.1f} | {cells[0]} | {cells[1]} | {faults:.0f} | {switches:.0f} |")
+    for part in ("step", "exchange alone"):
+        join = " " if part == "step" else ", "
         ratios = {
             number: statistics.median(
                 getattr(b, number) / getattr(a, number)
                 for a, b in zip(
-                    gathered[0][f"table-wise{join}{what}"], gathered[0][f"row-wise{join}{what}"], strict=True
+                    gathered[0][f"table-wise{join}{part}"], gathered[0][f"row-wise{join}{part}"], strict=True
                 )
             )
             for number in ("clock", "cpu")
         }
         lines += [
             "",
-            f"Row-wise over table-wise, {what}: {ratios['clock']:.2f} of the clock, {ratios['cpu']:.2f} of the CPU.",
+            f"Row-wise over table-wise, {part}: {ratios['clock']:.2f} of the clock, {ratios['cpu']:.2f} of the CPU.",
         ]
     return Section([*lines, ""], [])
 
@@ -189,11 +189,11 @@ def stage_table(stepper: Stepper, count: int) -> list[str]:
     """Where our step's time goes on rank 0, by the CPU time of its main thread; waiting does not count."""
     steps = []
     for turn in range(count):
-        with stage_times(clock=time.thread_time) as found:
+        with stage_times(clock=time.thread_time) as times:
             stepper.step(turn)
-        steps.append(found)
+        steps.append(times)
     dist.barrier()
-    middle = {stage: 1e3 * statistics.median([one[stage] for one in steps]) for stage in STAGES}
+    middle = {stage: 1e3 * statistics.median([step[stage] for step in steps]) for stage in STAGES}
     whole = sum(middle.values())
     rows = [f"| {stage} | {ms:.2f} | {100 * ms / whole:.0f} % |" for stage, ms in middle.items()]
     return ["| stage of ours | ms of the main thread | |", "| --- | --- | --- |", *rows, ""]
@@ -210,7 +210,7 @@ class Used(NamedTuple):
 
 def used_in_turns(steps: Mapping[str, Callable[[int], object]], count: int, warm_up: int = 3) -> dict[str, list[Used]]:
     """What each of `count` turns takes, in which each of `steps` runs once, in changing order, after a barrier."""
-    found: dict[str, list[Used]] = {name: [] for name in steps}
+    used: dict[str, list[Used]] = {name: [] for name in steps}
     for turn in range(count + warm_up):
         order = list(steps.items())
         for name, step in order if turn % 2 else reversed(order):
@@ -220,21 +220,21 @@ def used_in_turns(steps: Mapping[str, Callable[[int], object]], count: int, warm
             clock, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
             cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
             if turn >= warm_up:
-                found[name].append(
+                used[name].append(
                     Used(clock, cpu, after.ru_minflt - before.ru_minflt, after.ru_nivcsw - before.ru_nivcsw)
                 )
-    return found
+    return used
 
 
 def exchange_alone(numbers: int) -> Callable[[int], None]:
     """A step that sends so many fp32 numbers to each rank, from memory that is there, and does so a second time."""
     world = dist.get_world_size()
-    mine, other = torch.zeros(world * numbers), torch.zeros(world * numbers)
+    sent, received = torch.zeros(world * numbers), torch.zeros(world * numbers)
     sizes = [numbers] * world
 
     def step(turn: int) -> None:
         for _ in range(2):
-            dist.all_to_all_single(other, mine, sizes, sizes)
+            dist.all_to_all_single(received, sent, sizes, sizes)
 
     return step
 
@@ -244,7 +244,7 @@ def stage_times(
     stages: Mapping[str, Sequence[tuple[Any, str]]] = STAGES, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[dict[str, float]]:
     """Seconds of our stages while this is open, by `clock`, each without the stages that it calls."""
-    found: dict[str, float] = defaultdict(float)
+    totals: dict[str, float] = defaultdict(float)
     inner: list[float] = [0.0]
     open_stages: list[str] = []
 
@@ -258,7 +258,7 @@ def stage_times(
                 return function(*args, **kwargs)
             finally:
                 seconds = clock() - begin
-                found["exchange gradients" if back else stage] += seconds - inner.pop()
+                totals["exchange gradients" if back else stage] += seconds - inner.pop()
                 inner[-1] += seconds
                 open_stages.pop()
 
@@ -268,19 +268,19 @@ def stage_times(
         for stage, places in stages.items():
             for owner, path in places:
                 *classes, name = path.split(".")
-                for one in classes:
-                    owner = getattr(owner, one)
+                for attribute in classes:
+                    owner = getattr(owner, attribute)
                 stack.enter_context(patch.object(owner, name, timed(stage, getattr(owner, name))))
-        yield found
+        yield totals
 
 
 def collectives_of_step(stepper: Stepper) -> Counter[str]:
     """Collectives of one step, by name; the barrier before it is not one of them."""
     stepper.step(0)
-    with collectives() as found:
+    with collectives() as counts:
         stepper.step(1)
-    found["barrier"] -= 1
-    return +found
+    counts["barrier"] -= 1
+    return +counts
 
 
 def calls_of_forward(stepper: Stepper) -> tuple[Counter[Called], Counter[Called]]:
@@ -290,8 +290,8 @@ def calls_of_forward(stepper: Stepper) -> tuple[Counter[Called], Counter[Called]
     forward = stepper.forward(2)
     calls = python_calls(forward)
     # the closure that stands for the user's line
-    for one in [one for one in calls if one.file == sharded_sides.__file__]:
-        del calls[one]
+    for called in [called for called in calls if called.file == sharded_sides.__file__]:
+        del calls[called]
     return calls, of_folder(calls, stepper.side.folder)
 
 
@@ -302,12 +302,12 @@ def sections(steps: int, count: int) -> list[Section]:
     makers: list[Callable[[], Section]] = [lambda: loss_section(steps)]
     makers += [partial(time_section, shape, bound, count) for shape, bound in TIMED.items()]
     makers.append(lambda: row_wise_section(next(iter(TIMED)), count))
-    found = []
+    made = []
     for make in makers:
-        found.append(make())
+        made.append(make())
         if dist.get_rank() == 0:
-            print("\n".join(found[-1].lines), file=sys.stderr, flush=True)
-    return found
+            print("\n".join(made[-1].lines), file=sys.stderr, flush=True)
+    return made
 
 
 OPTIONS: Options = {

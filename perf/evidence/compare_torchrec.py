@@ -55,7 +55,7 @@ class Bounds:
 
     def __str__(self) -> str:
         words = {"geometric mean of all": self.mean, "of an operation": self.operation, "each ratio": self.each}
-        return ", ".join(f"{word} {bound:g}" for word, bound in words.items() if bound < math.inf)
+        return ", ".join(f"{label} {bound:g}" for label, bound in words.items() if bound < math.inf)
 
 
 TYPES = Bounds(mean=0.8, each=1.3)
@@ -101,7 +101,7 @@ def rows_of(
     listed: Sequence[Operation], records: Mapping[str, Record], failures: Mapping[str, str]
 ) -> dict[str, list[Row]]:
     """What was measured of each operation, at all its sizes."""
-    found: dict[str, list[Row]] = {}
+    by_operation: dict[str, list[Row]] = {}
     for operation in listed:
         for size in SIZES:
             name = name_of(operation, size)
@@ -113,8 +113,8 @@ def rows_of(
                 row = Row(operation.name, size, wrong, times[0], times[1], ratios)
             else:
                 continue
-            found.setdefault(operation.name, []).append(row)
-    return found
+            by_operation.setdefault(operation.name, []).append(row)
+    return by_operation
 
 
 def verdict(rows: Sequence[Row], bounds: Bounds) -> str:
@@ -146,13 +146,13 @@ def geometric_mean(rows: Sequence[Row]) -> float:
 def table(title: str, rows: Mapping[str, Sequence[Row]], bounds: Bounds) -> tuple[list[str], bool]:
     """A section as lines of text, and whether it is as it has to be."""
     everything = [row for of_operation in rows.values() for row in of_operation]
-    said = {name: verdict(of_operation, bounds) for name, of_operation in rows.items()}
-    bad = [name for name in rows if said[name].split()[0].isupper()]
+    statuses = {name: verdict(of_operation, bounds) for name, of_operation in rows.items()}
+    bad = [name for name in rows if statuses[name].split()[0].isupper()]
     sizes = [size for size in SIZES if any(row.size == size for row in everything)]
     of_sizes = [[row for row in everything if row.size == size] for size in sizes]
     means = [geometric_mean(of_size) for of_size in (*of_sizes, everything)]
     cells = [
-        [name, *(_ratio([row for row in of_operation if row.size == size]) for size in sizes), said[name]]
+        [name, *(_ratio([row for row in of_operation if row.size == size]) for size in sizes), statuses[name]]
         for name, of_operation in rows.items()
     ]
     slow = [row for row in everything if not row.free and row.ratio > TYPES.each]
@@ -165,14 +165,14 @@ def table(title: str, rows: Mapping[str, Sequence[Row]], bounds: Bounds) -> tupl
         "", *grid(["geometric mean", *map(str, sizes), "all"], [["ratio", *(f"{mean:.2f}" for mean in means)]]), "",
         *_list(f"Above {TYPES.each:g} and not under {FREE_US:g} us", sorted(slow, key=lambda row: -row.ratio)),
         *_list("Different as docs/differences.md says",
-               (f"{name}: {reason(name)}" for name in rows if said[name].startswith("different"))),
+               (f"{name}: {reason(name)}" for name in rows if statuses[name].startswith("different"))),
     ]  # fmt: skip
     return lines, not bad and not means[-1] > bounds.mean
 
 
-def _list(what: str, found: Any) -> list[str]:
-    lines = [f"- {line}" for line in found]
-    return [f"{what}: {len(lines)}.", "", *lines, *([""] if lines else [])]
+def _list(title: str, items: Any) -> list[str]:
+    lines = [f"- {line}" for line in items]
+    return [f"{title}: {len(lines)}.", "", *lines, *([""] if lines else [])]
 
 
 def _ratio(rows: Sequence[Row]) -> str:
@@ -189,10 +189,10 @@ def report(sections: Sequence[str], compiled: bool, only: str = "", budget: Budg
     except ValueError:
         return f"No operation matches {only!r}.\n", False
 
-    def tell(name: str, lap: int, place: int) -> None:
+    def print_case(name: str, lap: int, place: int) -> None:
         print(f"{place + 1} of {len(cases)}: {name}", file=sys.stderr)
 
-    measured = measure(cases, Setting(peers=frozenset({PEER})), budget, tell=tell)
+    measured = measure(cases, Setting(peers=frozenset({PEER})), budget, tell=print_case)
     records = {record.name: record for record in measured.records}
     failures = {failure.name: failure.error for failure in measured.failures}
     bounds = {"types": TYPES, "ops": OPS[compiled]}

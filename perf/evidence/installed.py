@@ -76,7 +76,7 @@ def build(folder: Path) -> Path:
     left = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
     tree = shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=left)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", folder, tree]
-    status, printed = run([str(word) for word in command], folder)
+    status, printed = run([str(argument) for argument in command], folder)
     if status:
         raise RuntimeError(printed.strip()[-1000:])
     (wheel,) = folder.glob("*.whl")
@@ -100,7 +100,7 @@ def tried(interpreter: str, wheel: Path) -> dict[str, Any]:
         about["seconds_to_install"] = round(time.monotonic() - start)
         about["versions"] = _versions(python, folder)
         (folder / "quickstart.py").write_text(quick_start(), encoding="utf-8")
-        about["steps"] = {what: _step(python, words, expected, folder) for what, words, expected in STEPS}
+        about["steps"] = {task: _step(python, words, expected, folder) for task, words, expected in STEPS}
     return about
 
 
@@ -145,9 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             version = run([python, "-c", code], Path(name))[1].strip()
             print(f"Python {version}", flush=True)
             about = results[version] = tried(python, wheel)
-            failed |= "steps" not in about or any(said != "passed" for said in about["steps"].values())
+            failed |= "steps" not in about or any(status != "passed" for status in about["steps"].values())
             print(json.dumps(about, indent=1), flush=True)
-            ordered = sorted(results.items(), key=lambda one: tuple(map(int, one[0].split("."))))
+            ordered = sorted(results.items(), key=lambda item: tuple(map(int, item[0].split("."))))
             given.json.write_text(json.dumps(dict(ordered), indent=1) + "\n")
     return int(failed)
 

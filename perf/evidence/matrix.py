@@ -78,8 +78,8 @@ def installed(torch: str, triton: str, place: Path) -> tuple[Path, str]:
 def reason(errors: str) -> str:
     """The last line that says what pip, or Python, could not do; after a conflict pip adds one that names a page."""
     lines = [line for line in errors.splitlines() if line.strip()]
-    words = [line for line in lines if "WARNING" not in line and "ERROR: ResolutionImpossible" not in line]
-    return words[-1] if words else ""
+    reasons = [line for line in lines if "WARNING" not in line and "ERROR: ResolutionImpossible" not in line]
+    return reasons[-1] if reasons else ""
 
 
 def versions(python: Path) -> dict[str, str]:
@@ -89,8 +89,8 @@ def versions(python: Path) -> dict[str, str]:
         f"print(json.dumps({{'python': platform.python_version(), **{{n: version(n) for n in {REPORTED!r}}}}}))"
     )
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    by_name: dict[str, str] = json.loads(done.stdout)
+    return by_name
 
 
 def run_phase(python: Path, variables: dict[str, str], arguments: Sequence[str]) -> dict[str, Any]:
@@ -171,23 +171,23 @@ def main() -> int:
         parser.error(f"a pair is torch:triton, as 2.15.0:3.9.0, got {wrong[0]!r}")
     clean = True
     for torch, triton in pairs:
-        found = run_pair(torch, triton, folder, asked.phase, more)
+        result = run_pair(torch, triton, folder, asked.phase, more)
         # after each pair: the next may take long
-        write(found, asked.result)
-        clean &= "phases" in found and not any(one["status"] for one in found["phases"].values())
-        print(json.dumps(found, indent=1))
+        write(result, asked.result)
+        clean &= "phases" in result and not any(phase["status"] for phase in result["phases"].values())
+        print(json.dumps(result, indent=1))
     return 0 if clean else 1
 
 
-def write(found: dict[str, Any], path: Path) -> None:
+def write(result: dict[str, Any], path: Path) -> None:
     """Put a pair's result in the place of the one before it; phases that did not run stay where versions agree."""
     known: list[dict[str, Any]] = json.loads(path.read_text())["pairs"] if path.exists() else []
-    pair = (found["torch"], found["triton"])
-    kept = [one for one in known if (one["torch"], one["triton"]) != pair]
-    before = next((one for one in known if (one["torch"], one["triton"]) == pair), found)
-    if "phases" in found and before.get("versions") == found["versions"]:
-        found["phases"] = before["phases"] | found["phases"]
-    order = sorted([*kept, found], key=lambda one: (_numbers(one["torch"]), _numbers(one["triton"])))
+    pair = (result["torch"], result["triton"])
+    kept = [entry for entry in known if (entry["torch"], entry["triton"]) != pair]
+    before = next((entry for entry in known if (entry["torch"], entry["triton"]) == pair), result)
+    if "phases" in result and before.get("versions") == result["versions"]:
+        result["phases"] = before["phases"] | result["phases"]
+    order = sorted([*kept, result], key=lambda entry: (_numbers(entry["torch"]), _numbers(entry["triton"])))
     path.write_text(json.dumps({"pairs": order}, indent=1) + "\n")
 
 

@@ -74,7 +74,7 @@ def main() -> None:
     chosen = [
         defect
         for defect in planted
-        if not arguments.only or any(word in f"{defect.area}: {defect.name}" for word in arguments.only)
+        if not arguments.only or any(part in f"{defect.area}: {defect.name}" for part in arguments.only)
         if not (arguments.left and defect.name in results)
     ]
     texts = sources(ROOT)
@@ -122,10 +122,10 @@ def place(defect: Defect, texts: dict[Path, str]) -> tuple[Path, int, int] | str
     tokens = re.findall(r"\w+|[^\w\s]", defect.old)
     spaced = [rf"(?:,\s*)?{re.escape(token)}" if token in ")]}" else re.escape(token) for token in tokens]
     pattern = re.compile(r"(?<!\w)" + r"\s*".join(spaced))
-    found = [(file, match.start(), match.end()) for file, text in texts.items() for match in pattern.finditer(text)]
-    if len(found) != 1:
-        return f"its text stands {len(found)} times in the tree: correct mutations.toml"
-    return found[0]
+    matches = [(file, match.start(), match.end()) for file, text in texts.items() for match in pattern.finditer(text)]
+    if len(matches) != 1:
+        return f"its text stands {len(matches)} times in the tree: correct mutations.toml"
+    return matches[0]
 
 
 def without_tests(defect: Defect, root: Path) -> str:
@@ -136,16 +136,16 @@ def without_tests(defect: Defect, root: Path) -> str:
             return f"{file} is gone: correct mutations.toml"
         names += re.findall(r"^\s*def (test_\w+)", (root / file).read_text(encoding="utf-8"), re.MULTILINE)
     asked = defect.named.split(" or ") if defect.named else []
-    gone = [one for one in asked if not any(one in name for name in names)]
-    return f"no test of it is called {' or '.join(gone)}: correct mutations.toml" if gone else ""
+    missing = [part for part in asked if not any(part in name for name in names)]
+    return f"no test of it is called {' or '.join(missing)}: correct mutations.toml" if missing else ""
 
 
 def plant_and_test(tree: Path, defect: Defect) -> dict[str, Any]:
     """Plant it, run its tests, take it out again; then run the test that failed without it."""
-    found = place(defect, sources(tree))
-    if isinstance(found, str):
-        return {"status": found}
-    file, begin, end = found
+    location = place(defect, sources(tree))
+    if isinstance(location, str):
+        return {"status": location}
+    file, begin, end = location
     text = file.read_text(encoding="utf-8")
     kept = file.stat()
     file.write_text(text[:begin] + defect.new + text[end:], encoding="utf-8")

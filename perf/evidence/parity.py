@@ -48,7 +48,7 @@ LR, EPS, WEIGHT_DECAY, MAX_GRADIENT, START = 0.05, 0.1, 0.1, 0.5, 0.1
 
 # what is compared, and in which steps
 COMPARED = ("output", "weights", "states", "gradient of per-id weights")
-COLUMNS = [(what, step) for what in COMPARED for step in (1, STEPS)]
+COLUMNS = [(kind, step) for kind in COMPARED for step in (1, STEPS)]
 FP32_BOUNDS = {1: 1e-6, STEPS: 1e-5}
 # one last place of fp16: FBGEMM's SGD and Adagrad round the step before they subtract it
 FP16_BOUNDS = {1: 2.0**-10, STEPS: 2.0**-9}
@@ -74,12 +74,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        said = {
+        flags = {
             "weighted": self.weighted, "fp16": self.fp16, "two features a table": self.shared,
             f"weight decay {self.decay}": self.decay, "clipped gradient": self.clipped,
             f"states from {self.start:g}": self.start, "default lr and eps": self.defaults,
         }  # fmt: skip
-        return ", ".join([self.rule, self.pooling, *(word for word, wanted in said.items() if wanted)])
+        return ", ".join([self.rule, self.pooling, *(flag for flag, wanted in flags.items() if wanted)])
 
     @property
     def tables(self) -> tuple[tuple[int, int], ...]:
@@ -167,8 +167,12 @@ def train_shardwise(case: Case) -> Trace:
     apply_optimizer_in_backward(OPTIMIZERS[case.rule][1], collection.parameters(), _our_settings(case))
 
     def look_up(batch: Batch, per_id_weights: Tensor | None) -> Tensor:
-        found = collection(KeyedJaggedTensor(keys, batch.ids, per_id_weights, batch.lengths))
-        return torch.cat([rows.values() for rows in found.values()]) if isinstance(found, dict) else found.values()
+        looked_up = collection(KeyedJaggedTensor(keys, batch.ids, per_id_weights, batch.lengths))
+        return (
+            torch.cat([rows.values() for rows in looked_up.values()])
+            if isinstance(looked_up, dict)
+            else looked_up.values()
+        )
 
     def states() -> list[Tensor]:
         of = collection.fused_optimizer().state_dict()["state"]
@@ -257,54 +261,54 @@ def _train(
         torch.autograd.backward(out, batch.grad)
         if step in (1, STEPS):
             grad = [] if per_id_weights is None or per_id_weights.grad is None else [per_id_weights.grad]
-            for what, tensors in zip(COMPARED, ([out], weights(), states(), grad), strict=True):
+            for kind, tensors in zip(COMPARED, ([out], weights(), states(), grad), strict=True):
                 # a state of rows is [rows] or [rows, 1]
-                trace[what, step] = [tensor.detach().double().flatten() for tensor in tensors]
+                trace[kind, step] = [tensor.detach().double().flatten() for tensor in tensors]
     return trace
 
 
-def differences(ours: Trace, theirs: Trace) -> dict[tuple[str, int], float]:
+def differences(own: Trace, peer: Trace) -> dict[tuple[str, int], float]:
     """Largest difference of each thing compared, in units of max(1, largest value of FBGEMM's tensor).
 
     Raises:
         ValueError: the sides have tensors of other numbers or sizes; names what.
     """
-    found = {}
-    for what in sorted({*ours, *theirs}):
-        a, b = ours.get(what, []), theirs.get(what, [])
+    largest = {}
+    for kind in sorted({*own, *peer}):
+        a, b = own.get(kind, []), peer.get(kind, [])
         if [len(tensor) for tensor in a] != [len(tensor) for tensor in b]:
-            raise ValueError(f"{what}: shardwise has sizes {[len(t) for t in a]}, FBGEMM {[len(t) for t in b]}")
+            raise ValueError(f"{kind}: shardwise has sizes {[len(t) for t in a]}, FBGEMM {[len(t) for t in b]}")
         if a:
-            found[what] = max(_difference(x, y) for x, y in zip(a, b, strict=True))
-    return found
+            largest[kind] = max(_difference(x, y) for x, y in zip(a, b, strict=True))
+    return largest
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> float:
-    if not bool((ours.isfinite() & theirs.isfinite()).all()):
+def _difference(own: Tensor, peer: Tensor) -> float:
+    if not bool((own.isfinite() & peer.isfinite()).all()):
         return math.inf
-    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1)) if len(ours) else 0.0
+    return float((own - peer).abs().max() / peer.abs().max().clamp(min=1)) if len(own) else 0.0
 
 
-def verdict(case: Case, found: dict[tuple[str, int], float]) -> str:
+def verdict(case: Case, apart: dict[tuple[str, int], float]) -> str:
     """ "same bits", "within", or what is beyond its bound."""
-    beyond = [f"{what} in step {step}" for (what, step), size in found.items() if not size <= case.bounds[step]]
+    beyond = [f"{kind} in step {step}" for (kind, step), size in apart.items() if not size <= case.bounds[step]]
     if beyond:
         return f"{BEYOND}: {', '.join(beyond)}"
-    return "within" if any(found.values()) else "same bits"
+    return "within" if any(apart.values()) else "same bits"
 
 
 def compare(peer: Any) -> tuple[list[str], bool]:
     """Lines of the table of CASES, and whether every case is within its bounds."""
-    header = ["case", *(f"{what}, step {step}" for what, step in COLUMNS), "verdict"]
+    header = ["case", *(f"{kind}, step {step}" for kind, step in COLUMNS), "verdict"]
     rows, good = [], True
     for case in CASES:
-        found = differences(train_shardwise(case), train_fbgemm(case, peer))
-        said = verdict(case, found)
-        good = good and not said.startswith(BEYOND)
+        apart = differences(train_shardwise(case), train_fbgemm(case, peer))
+        status = verdict(case, apart)
+        good = good and not status.startswith(BEYOND)
         numbers = [
-            "" if column not in found else f"{found[column]:.1e}" if found[column] else "0" for column in COLUMNS
+            "" if column not in apart else f"{apart[column]:.1e}" if apart[column] else "0" for column in COLUMNS
         ]
-        rows.append([case.name, *numbers, said])
+        rows.append([case.name, *numbers, status])
     return grid(header, rows), good
 
 
@@ -312,8 +316,8 @@ def outside(peer: Any) -> list[str]:
     """Lines of a table of what the cases leave out: what FBGEMM's CPU ops make of each setting."""
     rows = [[words, _try(case, peer, arguments)] for words, case, arguments in _settings(peer)]
     mean = Case("sgd", "mean", weighted=True)
-    found = differences(train_fbgemm(mean, peer, as_is=True), train_fbgemm(mean, peer))
-    numbers = ", ".join(f"{what} {found[what, 1]:.1e}" for what in COMPARED if (what, 1) in found)
+    apart = differences(train_fbgemm(mean, peer, as_is=True), train_fbgemm(mean, peer))
+    numbers = ", ".join(f"{kind} {apart[kind, 1]:.1e}" for kind in COMPARED if (kind, 1) in apart)
     rows.append([f"{mean.name}, as it is", f"taken; differs from the sum with weights / length by: {numbers}"])
     return grid(["setting", "FBGEMM on the CPU"], rows)
 

@@ -66,8 +66,8 @@ class Net(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The mean of squares, and what is squared."""
-        found: Tensor = self.over(self.tables(batch.sparse_features).values())
-        return found.square().mean(), found
+        output: Tensor = self.over(self.tables(batch.sparse_features).values())
+        return output.square().mean(), output
 
 
 class Slow:
@@ -213,9 +213,9 @@ OPTIONS: Options = {
 
 def run(options: argparse.Namespace) -> Report:
     """Measure, print, and keep what was measured if asked to."""
-    found = summary(on_ranks(RANKS, measured, options.turns))
-    text = json.dumps(found, indent=1) + "\n"
+    result = summary(on_ranks(RANKS, measured, options.turns))
+    text = json.dumps(result, indent=1) + "\n"
     if options.write:
         RESULT.write_text(text)
-        PICTURE.write_text(picture(found))
-    return Report(text, found["hidden"] >= BOUND)
+        PICTURE.write_text(picture(result))
+    return Report(text, result["hidden"] >= BOUND)

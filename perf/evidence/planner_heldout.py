@@ -95,9 +95,9 @@ def plans_of(workload: Workload, constants: Constants) -> list[Plan]:
     candidates = {name: _placed(workload, kinds, topology) for name, kinds in _KINDS.items()}
     candidates["all on rank 0"] = _on_rank_0(workload, len(workload.tables), topology)
     candidates["two thirds on rank 0"] = _on_rank_0(workload, -(-2 * len(workload.tables) // 3), topology)
-    found = [Plan(workload, name, placed, _predicted(placed, cost)) for name, placed in candidates.items()]
+    plans = [Plan(workload, name, placed, _predicted(placed, cost)) for name, placed in candidates.items()]
     best = Plan(workload, "the planner's", chosen, _predicted(chosen, cost))
-    others = sorted((plan for plan in found if plan.placed != chosen), key=lambda plan: plan.predicted_ms)
+    others = sorted((plan for plan in plans if plan.placed != chosen), key=lambda plan: plan.predicted_ms)
     wanted = np.linspace(0, len(others) - 1, PLANS_EACH - 1).round().astype(int).tolist()
     return [best, *(others[n] for n in wanted)]
 
@@ -114,12 +114,12 @@ _KINDS = {
 
 def _placed(workload: Workload, kinds: Sequence[str], topology: Topology) -> tuple[Placed, ...]:
     """The tables cut by these types in turn; whole ones go around the ranks."""
-    found = []
+    placed = []
     for number, table in enumerate(workload.tables):
         way = way_of(table, kinds[number % len(kinds)], topology)
         starts = [0] if way.span > 1 else [(number + block) % WORLD for block in range(len(way.widths))]
-        found.append(Placed(table, way, tuple(starts)))
-    return tuple(found)
+        placed.append(Placed(table, way, tuple(starts)))
+    return tuple(placed)
 
 
 def _on_rank_0(workload: Workload, count: int, topology: Topology) -> tuple[Placed, ...]:
@@ -133,12 +133,12 @@ def _on_rank_0(workload: Workload, count: int, topology: Topology) -> tuple[Plac
 def _chosen(workload: Workload, topology: Topology, cost: ShardwiseCost) -> tuple[Placed, ...]:
     """What the planner makes of it."""
     planned = plan_tables(workload.tables, topology, workload.batch_size, cost=cost)
-    found = []
+    placed = []
     for table, choice, starts in planned.placed():
         same = (choice.sharding_type, choice.compute_kernel, choice.widths)
         way = next(w for w in cost.ways(table) if (w.sharding_type, w.compute_kernel, w.widths) == same)
-        found.append(Placed(table, way, tuple(starts)))
-    return tuple(found)
+        placed.append(Placed(table, way, tuple(starts)))
+    return tuple(placed)
 
 
 def _predicted(placed: Sequence[Placed], cost: ShardwiseCost) -> float:
@@ -150,11 +150,11 @@ def times_of(plans: Sequence[Plan], env: ShardingEnv) -> list[list[float]]:
     steps = [Step(plan.placed, plan.workload.batch_size, env, _CPU) for plan in plans]
     times: list[list[float]] = [[] for _ in plans]
     for turn in range(WARM_UP + ROUNDS):
-        for step, mine in zip(steps, times, strict=True):
+        for step, of_plan in zip(steps, times, strict=True):
             dist.barrier()
             ms = timed(step, _CPU)
             if turn >= WARM_UP:
-                mine.append(ms)
+                of_plan.append(ms)
     return times
 
 
@@ -168,15 +168,17 @@ def measured(seconds: float) -> dict[str, Any]:
     times = of_ranks(times_of(plans, env))
     return {
         "constants": constants.to_json(),
-        "calibration": [asdict(one) for one in calibration],
+        "calibration": [asdict(entry) for entry in calibration],
         "plans": [
             {
                 "workload": plan.workload.name,
                 "batch_size": plan.workload.batch_size,
                 "plan": plan.name,
-                "tables": [f"{one.table.name}: {one.way.sharding_type} {list(one.starts)}" for one in plan.placed],
+                "tables": [
+                    f"{placed.table.name}: {placed.way.sharding_type} {list(placed.starts)}" for placed in plan.placed
+                ],
                 "predicted_ms": plan.predicted_ms,
-                "rounds_ms": np.max([mine[n] for mine in times], axis=0).round(3).tolist(),
+                "rounds_ms": np.max([of_rank[n] for of_rank in times], axis=0).round(3).tolist(),
             }
             for n, plan in enumerate(plans)
         ],
@@ -190,8 +192,8 @@ def judged(plans: Sequence[dict[str, Any]], seed: int = 7) -> dict[str, Any]:
     generator = np.random.default_rng(seed)
     draws = [generator.integers(0, len(plans), len(plans)) for _ in range(5000)]
     # a draw of nothing but one plan says nothing
-    said = [_spearman(predicted[d], measured[d]) for d in draws if np.ptp(predicted[d]) and np.ptp(measured[d])]
-    low, high = np.quantile(said, (0.025, 0.975))
+    correlations = [_spearman(predicted[d], measured[d]) for d in draws if np.ptp(predicted[d]) and np.ptp(measured[d])]
+    low, high = np.quantile(correlations, (0.025, 0.975))
     apart, wrong = 0, []
     for a, b in combinations(range(len(plans)), 2):
         fast, slow = (a, b) if predicted[a] < predicted[b] else (b, a)
@@ -201,8 +203,8 @@ def judged(plans: Sequence[dict[str, Any]], seed: int = 7) -> dict[str, Any]:
                 wrong.append([fast, slow])
     regret = {}
     for name in dict.fromkeys(plan["workload"] for plan in plans):
-        mine = [n for n, plan in enumerate(plans) if plan["workload"] == name]
-        regret[name] = float(measured[mine[0]] / measured[mine].min() - 1)
+        numbers = [n for n, plan in enumerate(plans) if plan["workload"] == name]
+        regret[name] = float(measured[numbers[0]] / measured[numbers].min() - 1)
     ratio = measured / predicted
     return {
         "spearman": _spearman(predicted, measured), "spearman_interval_95": [float(low), float(high)],
@@ -217,27 +219,27 @@ def _spearman(a: Any, b: Any) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-def page(found: dict[str, Any]) -> str:
+def page(facts: dict[str, Any]) -> str:
     """The result as Markdown."""
-    plans, says = found["plans"], found["judged"]
-    low, high = says["spearman_interval_95"]
-    least, middle, most = says["measured_over_predicted"]
+    plans, accuracy = facts["plans"], facts["judged"]
+    low, high = accuracy["spearman_interval_95"]
+    least, middle, most = accuracy["measured_over_predicted"]
     lines = [
         "# The cost model against plans that it was not calibrated on",
         "",
-        f"Made by `make evidence NAME=planner_heldout` in {found['seconds']} s, on {found['machine']}, shardwise"
-        f" {found['shardwise']}, torch {found['torch']}: {WORLD} gloo ranks of one thread each on {found['cpus']} cores"
-        f" (load average {found['load'][0]:.1f} before, {found['load'][1]:.1f} after). Times are medians of {ROUNDS}"
+        f"Made by `make evidence NAME=planner_heldout` in {facts['seconds']} s, on {facts['machine']}, shardwise"
+        f" {facts['shardwise']}, torch {facts['torch']}: {WORLD} gloo ranks of one thread each on {facts['cpus']} cores"
+        f" (load average {facts['load'][0]:.1f} before, {facts['load'][1]:.1f} after). Times are medians of {ROUNDS}"
         " steps of the slower rank, plans taking turns. Constants were measured just before, on the workloads of"
         " `sharding/calibration/calibrate.py`; the plans below are of other tables, widths, lengths and batches.",
         "",
-        f"- Predictions span {says['predictions_span']:.1f} x; Spearman's correlation is {says['spearman']:.3f}"
+        f"- Predictions span {accuracy['predictions_span']:.1f} x; Spearman's correlation is {accuracy['spearman']:.3f}"
         f" (95 % bootstrap interval {low:.3f} to {high:.3f}).",
-        f"- {says['pairs_apart']} pairs are predicted more than {APART} x apart;"
-        f" {len(says['pairs_wrong'])} of them came out the other way round.",
+        f"- {accuracy['pairs_apart']} pairs are predicted more than {APART} x apart;"
+        f" {len(accuracy['pairs_wrong'])} of them came out the other way round.",
         f"- Measured over predicted: {least:.2f} to {most:.2f}, median {middle:.2f}.",
         "- Regret of the planner's plan among the five of its workload: "
-        + ", ".join(f"{name} {100 * regret:.0f} %" for name, regret in says["regret"].items())
+        + ", ".join(f"{name} {100 * regret:.0f} %" for name, regret in accuracy["regret"].items())
         + ".",
         "",
         "| workload, samples of a rank | plan | predicted ms | measured ms | fastest and slowest step |",
@@ -249,7 +251,7 @@ def page(found: dict[str, Any]) -> str:
             f"| {plan['workload']}, {plan['batch_size']} | {plan['plan']} | {plan['predicted_ms']:.1f} |"
             f" {median(ordered):.1f} | {ordered[0]:.1f} to {ordered[-1]:.1f} |"
         )
-    numbers = [(name, value) for name, value in found["constants"].items() if isinstance(value, float)]
+    numbers = [(name, value) for name, value in facts["constants"].items() if isinstance(value, float)]
     lines += ["", "Constants that were measured: " + ", ".join(f"{n} {v:.4g}" for n, v in numbers) + "."]
     return "\n".join(lines) + "\n"
 
@@ -263,13 +265,13 @@ def run(options: argparse.Namespace) -> Report:
     """Measure, print and, if asked to, keep."""
     before, begin = os.getloadavg()[0], time.time()
     os.environ["OMP_NUM_THREADS"] = "1"
-    found = on_ranks(WORLD, measured, options.seconds)
-    found = {
+    result = on_ranks(WORLD, measured, options.seconds)
+    result = {
         "machine": platform.machine(), "cpus": os.cpu_count(), "torch": torch.__version__, "shardwise": __version__,
         "load": [before, os.getloadavg()[0]], "seconds": round(time.time() - begin),
-        "judged": judged(found["plans"]), **found,
+        "judged": judged(result["plans"]), **result,
     }  # fmt: skip
     if options.write:
-        (ROOT / "perf/results/cpu/planner_heldout.json").write_text(json.dumps(found) + "\n")
-        (ROOT / "docs/planner_heldout.md").write_text(page(found))
-    return Report(page(found), True)
+        (ROOT / "perf/results/cpu/planner_heldout.json").write_text(json.dumps(result) + "\n")
+        (ROOT / "docs/planner_heldout.md").write_text(page(result))
+    return Report(page(result), True)

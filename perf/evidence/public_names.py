@@ -86,10 +86,10 @@ def _below(package: Any) -> list[str]:
     # those beside it are asked one by one: without the links in shardwise/ no folder lists them
     beside = [import_module(f"{package.__name__}.{name}") for name in package._SUB_PACKAGES]
     names = {
-        found.name
+        module.name
         for walked in (package, *beside)
-        for found in pkgutil.walk_packages(walked.__path__, f"{walked.__name__}.")
-        if found.ispkg
+        for module in pkgutil.walk_packages(walked.__path__, f"{walked.__name__}.")
+        if module.ispkg
     }.union(each.__name__ for each in beside)
     names = {name for name in names if not name.startswith(("shardwise.perf", "shardwise.served"))}
     return [name for name in sorted(names) if hasattr(import_module(name), "__all__")]
@@ -103,9 +103,9 @@ def facts(value: object) -> dict[str, Any]:
     elif isinstance(value, (str, int, float, tuple, frozenset)):
         entry["value"] = _VARYING.sub("", repr(value))
     if inspect.isclass(value):
-        ours = [parent for parent in value.__mro__ if parent.__module__.startswith("shardwise")]
+        parents = [parent for parent in value.__mro__ if parent.__module__.startswith("shardwise")]
         methods = {
-            name: member for parent in reversed(ours) for name, member in vars(parent).items() if name[:1] != "_"
+            name: member for parent in reversed(parents) for name, member in vars(parent).items() if name[:1] != "_"
         }
         entry["members"] = {name: _member(member) for name, member in sorted(methods.items())}
     return entry

@@ -1,4 +1,4 @@
-"""What a command of evidence prints: a first line of versions, what is not as it has to be, tables."""
+"""The report of a command of evidence: a first line of versions, what is not as it has to be, tables."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Job:
             send(pid, signal.SIGKILL)
         self._process.wait()
 
-    def tell_to_end(self) -> None:
+    def terminate(self) -> None:
         """Ends the job as an operator does, by SIGTERM to torchrun, which ends its workers."""
         assert self._process is not None
         self._process.terminate()
@@ -144,15 +144,15 @@ class Job:
 
 def workers_of(torchrun: int, script: str) -> list[int]:
     """The processes that a torchrun started to run `script`."""
-    found = []
+    workers = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         # a process may end while it is looked at
         with suppress(FileNotFoundError, ProcessLookupError):
             # the name of the program, in parentheses, may hold anything
             _, parent, *_ = stat.read_text().rpartition(")")[2].split()
             if int(parent) == torchrun and script in (stat.parent / "cmdline").read_text():
-                found.append(int(stat.parent.name))
-    return sorted(found)
+                workers.append(int(stat.parent.name))
+    return sorted(workers)
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -194,7 +194,7 @@ class Soak:
 
     def finish(self, epochs: int) -> None:
         """Lets the job go on to the end of its last epoch."""
-        self.job.tell_to_end()
+        self.job.terminate()
         self.job.start(epochs=epochs, pause_s=0.0)
         if self._wait_for_end(600.0) != 0:
             self.failures.append(f"the last launch ended with status {self.job.ended()}")
@@ -222,8 +222,8 @@ class Soak:
             elif time.time() - self._progress_t > STILL_S:
                 self._fail(f"no step for {STILL_S:.0f} s")
 
-    def _fail(self, what: str) -> None:
-        self.failures.append(f"{time.time() - self._begin:.0f} s: {what}")
+    def _fail(self, problem: str) -> None:
+        self.failures.append(f"{time.time() - self._begin:.0f} s: {problem}")
         say(self.failures[-1])
         # where they stand goes to the log
         for pid in self.job.workers():
@@ -265,7 +265,7 @@ class Soak:
             if kind == "whole job killed, started anew":
                 self.job.kill()
             else:
-                self.job.tell_to_end()
+                self.job.terminate()
             self._start()
         say(f"{done.at_s:.0f} s: {kind} at step {step}{' while saving' if done.while_saving else ''}")
         # another one comes before the job has recovered, now and then; but a stopped worker is given its time
@@ -293,20 +293,20 @@ def repeated_steps(events: Sequence[Mapping[str, float]], line_steps: int) -> in
     return repeated
 
 
-def same_metrics(one: Path, other: Path) -> tuple[bool, float]:
+def same_metrics(first: Path, second: Path) -> tuple[bool, float]:
     """Whether two files of metrics agree in every digit but of times, and how far losses are apart at most."""
     pairs = [
         [{name: value for name, value in line.items() if name not in TIMES} for line in json_lines(path)]
-        for path in (one, other)
+        for path in (first, second)
     ]
     losses = [{line["step"]: line["loss"] for line in lines if "loss" in line} for lines in pairs]
     apart = max((abs(losses[0][step] - losses[1][step]) for step in losses[0].keys() & losses[1].keys()), default=0.0)
     return pairs[0] == pairs[1], apart
 
 
-def same_tensors(one: Path, other: Path) -> bool:
+def same_tensors(first: Path, second: Path) -> bool:
     """Whether the last checkpoints of two runs hold the same bytes of weights and optimizer states."""
-    files = [{path.name: path.read_bytes() for path in folder.rglob("*.safetensors")} for folder in (one, other)]
+    files = [{path.name: path.read_bytes() for path in folder.rglob("*.safetensors")} for folder in (first, second)]
     return bool(files[0]) and files[0] == files[1]
 
 
@@ -335,10 +335,10 @@ def summary(report: Mapping[str, Any]) -> list[str]:
 
 def messages(log: Path) -> dict[str, int]:
     """How often the ranks that were left raised what, by the name of the exception."""
-    found = re.findall(
+    raised = re.findall(
         r"^(?:\[rank\d+\]:\s*)?([\w.]*(?:Error|Failure|Exception))\b", log.read_text(errors="replace"), re.M
     )
-    return dict(Counter(name.rpartition(".")[2] for name in found).most_common())
+    return dict(Counter(name.rpartition(".")[2] for name in raised).most_common())
 
 
 def say(line: str) -> None:
@@ -417,9 +417,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def latest(job: Job) -> Path:
-    found = checkpoint.latest(job.checkpoints)
-    assert found is not None
-    return found
+    newest = checkpoint.latest(job.checkpoints)
+    assert newest is not None
+    return newest
 
 
 if __name__ == "__main__":

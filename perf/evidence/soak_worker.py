@@ -1,5 +1,4 @@
-"""What each rank of `perf/evidence/soak.py` runs: the DLRM example with a logger that notes the time and process of
-each line.
+"""A rank of `perf/evidence/soak.py`: the DLRM example with a logger that notes the time and process of each line.
 
     torchrun ... perf/evidence/soak_worker.py <events file> <seconds to pause at each line> <arguments of the example>
 

@@ -118,10 +118,10 @@ def _origin(
     return area if share >= ALIKE else None
 
 
-def _common(one: Definition, other: Definition) -> float:
+def _common(first: Definition, second: Definition) -> float:
     """Lines that both have, of those of the longer one."""
-    shared = (Counter(one.lines) & Counter(other.lines)).total()
-    return shared / max(len(one.lines), len(other.lines))
+    shared = (Counter(first.lines) & Counter(second.lines)).total()
+    return shared / max(len(first.lines), len(second.lines))
 
 
 def _most(areas: Iterable[str | None]) -> str | None:
@@ -154,11 +154,11 @@ def area_of(path: str) -> str | None:
 
 
 def _by_area(texts: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {area: {} for area in AREAS}
+    by_area: dict[str, dict[str, str]] = {area: {} for area in AREAS}
     for path, text in texts.items():
         if (area := area_of(path)) is not None:
-            found[area][path] = text
-    return found
+            by_area[area][path] = text
+    return by_area
 
 
 def _has(commit: str) -> bool:

@@ -95,10 +95,10 @@ class Cta:
     def instruction(self) -> Instruction:
         return self.record.entry.code[self.at]
 
-    def report(self, kind: str, what: str, thread: int | None = None, address: int | None = None) -> Finding:
+    def report(self, kind: str, text: str, thread: int | None = None, address: int | None = None) -> Finding:
         """Note a fault, the first of its kind at this instruction."""
-        finding = Finding(kind, what, self.instruction, self.place, thread, address)
-        key = (kind, what, self.at)
+        finding = Finding(kind, text, self.instruction, self.place, thread, address)
+        key = (kind, text, self.at)
         if key not in self.record.seen:
             self.record.seen.add(key)
             self.record.faults.append(finding)
@@ -161,7 +161,7 @@ class Cta:
                 part = addresses >> SPACING_BITS == number
                 self._count("prefetch", buffer, threads[part], addresses[part], 1)
 
-    def _buffers(self, threads: Array, addresses: Array, size: int, what: str) -> list[tuple[Any, Buffer, Array]]:
+    def _buffers(self, threads: Array, addresses: Array, size: int, access: str) -> list[tuple[Any, Buffer, Array]]:
         """Threads, buffer and offsets from its origin of an access, checked for alignment and bounds."""
         if not len(threads):
             return []
@@ -190,39 +190,39 @@ class Cta:
                     where = f"outside of {buffer.name}, {buffer.size} bytes at {buffer.base:#x}"
                     raise self._outside(where, threads[part], own, outside)
             if self.record.counts_requests:
-                self._count(what, buffer, threads[part], own, size)
+                self._count(access, buffer, threads[part], own, size)
             checked.append((part, buffer, own - buffer.origin))
         return checked
 
     def _outside(self, where: str, threads: Array, addresses: Array, outside: Array) -> Fault:
         first = int(outside.argmax())
-        what = f"{int(outside.sum())} threads are {where}"
-        return Fault(self.report("outside", what, int(threads[first]), int(addresses[first])))
+        text = f"{int(outside.sum())} threads are {where}"
+        return Fault(self.report("outside", text, int(threads[first]), int(addresses[first])))
 
-    def _count(self, what: str, buffer: Buffer, threads: Array, addresses: Array, size: int) -> None:
-        counted = self.record.counted[self.at, f"{what} {buffer.name}"]
+    def _count(self, access: str, buffer: Buffer, threads: Array, addresses: Array, size: int) -> None:
+        counted = self.record.counted[self.at, f"{access} {buffer.name}"]
         for i, value in enumerate(requests(addresses, threads // 32, size)):
             counted[i] += value
 
-    def _note(self, buffer: Buffer, what: str, threads: Array, offsets: Array, size: int) -> None:
+    def _note(self, buffer: Buffer, access: str, threads: Array, offsets: Array, size: int) -> None:
         """Compare an access, a "read", "write" or "atomic", with those of other CTAs and of other warps."""
         if self.size > 32 or self.record.around is not None:
-            self._track(buffer, what, threads, offsets, size)
+            self._track(buffer, access, threads, offsets, size)
         if self.record.grid == (1, 1, 1):
             return
         sharing = self.record.sharing.get(buffer.origin)
         if sharing is None:
             sharing = self.record.sharing[buffer.origin] = Sharing(buffer, self.record.global_piece)
-        collides = sharing.note(what, offsets, size, self.number)
+        collides = sharing.note(access, offsets, size, self.number)
         if collides is not None:
             first = int(collides.argmax())
-            other = {"read": "writes", "write": "reads or writes", "atomic": "reads or writes plainly"}[what]
+            other = {"read": "writes", "write": "reads or writes", "atomic": "reads or writes plainly"}[access]
             self.report(
-                "shared word", f"{what} of {buffer.name} where another CTA of the launch {other}",
+                "shared word", f"{access} of {buffer.name} where another CTA of the launch {other}",
                 int(threads[first]), int(offsets[first]) + buffer.origin,
             )  # fmt: skip
 
-    def _track(self, buffer: Buffer, what: str, threads: Array, offsets: Array, size: int) -> None:
+    def _track(self, buffer: Buffer, access: str, threads: Array, offsets: Array, size: int) -> None:
         piece = self.record.global_piece
         tracker = self.record.trackers.get(buffer.origin)
         if tracker is None:
@@ -235,13 +235,13 @@ class Cta:
             self.record.around.come(self.at, self.clock.cta_since, threads)
             self.record.around.note(self.at, buffer.origin, leaders, places, len(tracker.writer))
 
-        def report(kind: str, what: str, first: int) -> None:
-            self.report(kind, what, int(threads[first]), int(offsets[first]) + buffer.origin)
+        def report(kind: str, text: str, first: int) -> None:
+            self.report(kind, text, int(threads[first]), int(offsets[first]) + buffer.origin)
 
-        if what == "read":
+        if access == "read":
             tracker.read(leaders, places, report)
         else:
-            tracker.write(leaders, places, report, what == "atomic")
+            tracker.write(leaders, places, report, access == "atomic")
 
     def _require_written(self, buffer: Buffer, threads: Array, offsets: Array, size: int) -> None:
         if buffer.written is None:
@@ -273,8 +273,8 @@ class Cta:
     def shared_report(self, threads: Array, offsets: Array) -> Any:
         """The function that shared memory calls with the place of the first fault of an access."""
 
-        def report(kind: str, what: str, first: int) -> None:
-            self.report(kind, what, int(threads[first]), int(offsets[first]) + BASE)
+        def report(kind: str, text: str, first: int) -> None:
+            self.report(kind, text, int(threads[first]), int(offsets[first]) + BASE)
 
         return report
 

@@ -109,18 +109,18 @@ class Sharing:
         self.piece = piece
         self.reader, self.writer, self.atomic = (np.zeros(count, np.int32) for _ in range(3))
 
-    def note(self, what: str, offsets: Array, size: int, cta: int) -> Array | None:
+    def note(self, access: str, offsets: Array, size: int, cta: int) -> Array | None:
         """Note a "read", "write" or "atomic" by a CTA; gives the accesses that another CTA's collide with."""
         places = offsets // self.piece
         if size > self.piece:
             places = places[:, None] + np.arange(size // self.piece)
         collides = np.zeros(len(offsets), np.bool_)
-        for other in {"read": "wa", "write": "rwa", "atomic": "rw"}[what]:
+        for other in {"read": "wa", "write": "rwa", "atomic": "rw"}[access]:
             marks = {"r": self.reader, "w": self.writer, "a": self.atomic}[other][places]
             clash = (marks != 0) & (marks != cta)
             if clash.any():
                 collides |= clash if clash.ndim == 1 else clash.any(axis=1)
-        own = {"read": self.reader, "write": self.writer, "atomic": self.atomic}[what]
+        own = {"read": self.reader, "write": self.writer, "atomic": self.atomic}[access]
         before = own[places]
         own[places] = np.where((before == 0) | (before == cta), np.int32(cta), np.int32(-1))
         return collides if collides.any() else None

@@ -93,5 +93,5 @@ class Tracker:
 
     def _check(self, wrong: Array, now: str, before: str, report: Report) -> None:
         if wrong.any():
-            what = f"{self.name} is {now} that another thread {before} since the last barrier"
-            report("race", what, int(wrong.any(axis=1).argmax()))
+            text = f"{self.name} is {now} that another thread {before} since the last barrier"
+            report("race", text, int(wrong.any(axis=1).argmax()))

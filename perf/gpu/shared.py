@@ -101,8 +101,8 @@ class Shared:
     def _check_pending(self, places: Array, how: str, report: Report) -> None:
         pending = self.pending[places]
         if pending.any():
-            what = f"shared memory is {how} before the copy to it was waited for"
-            report("in flight", what, int(pending.any(axis=1).argmax()))
+            text = f"shared memory is {how} before the copy to it was waited for"
+            report("in flight", text, int(pending.any(axis=1).argmax()))
 
     def _indices(self, offsets: Array, size: int, count: int) -> Array:
         first: Array = offsets // size

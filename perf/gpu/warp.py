@@ -67,12 +67,12 @@ def _require_members(cta: Cta, live: Array | None, mask: Array | None) -> None:
         named = (words[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1) != 0
     here = lanes if cta.exited is None else lanes | cta.exited.reshape(-1, 32)
     some = lanes.any(axis=1, keepdims=True)
-    for wrong, what in (
+    for wrong, text in (
         (named & ~here & some, "a lane of the member mask does not come"),
         (lanes & ~named, "a lane comes that the member mask does not name"),
     ):
         if wrong.any():
-            cta.report("missing", what, int(wrong.reshape(-1).argmax()))
+            cta.report("missing", text, int(wrong.reshape(-1).argmax()))
 
 
 def _mask(decoder: Decoder, operand: str) -> Read | None:

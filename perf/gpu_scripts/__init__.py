@@ -1,1 +1,1 @@
-"""What runs on a machine with GPUs: checks, A/B, profile, collectives."""
+"""Scripts that run on a machine with GPUs: checks, A/B, profile, collectives."""

@@ -96,7 +96,7 @@ class Compared:
 
 def ab(device: str, sizes: Sizes) -> dict[str, Any]:
     """Compare on all shapes within `sizes.ab_s` seconds; has the rows, what was dropped, and a verdict a variant."""
-    found, deadline = Compared(), time.monotonic() + sizes.ab_s
+    compared, deadline = Compared(), time.monotonic() + sizes.ab_s
     shapes = [shape for shape in SHAPES.values() if any(shape.name in variant.shapes for variant in VARIANTS)]
     not_run = []
     for place, shape in enumerate(shapes):
@@ -105,18 +105,18 @@ def ab(device: str, sizes: Sizes) -> dict[str, Any]:
             not_run.append(shape.name)
             continue
         fitting = sized(shape, memory_of(device), small=sizes.small)
-        compare(found, fitting, device, sizes.ab_rounds, time.monotonic() + left / (len(shapes) - place))
+        compare(compared, fitting, device, sizes.ab_rounds, time.monotonic() + left / (len(shapes) - place))
         if device == "cuda":
             # the next shape's tables are of another size
             torch.cuda.empty_cache()
     return {
-        "shapes": found.shapes,
-        "rows": [asdict(row) for row in found.rows],
-        "dropped": [asdict(one) for one in found.dropped],
-        "verdicts": verdicts(found.rows),
-        "noise": noise(found.rows),
+        "shapes": compared.shapes,
+        "rows": [asdict(row) for row in compared.rows],
+        "dropped": [asdict(entry) for entry in compared.dropped],
+        "verdicts": verdicts(compared.rows),
+        "noise": noise(compared.rows),
         "shapes_not_run": not_run,
-        "notes": found.notes,
+        "notes": compared.notes,
         "rule": (
             f"take: the same bits, {1 - GAIN:.0%} faster on a shape and beyond its noise, on none slower by more than"
             f" {LOSS - 1:.0%}"
@@ -127,14 +127,14 @@ def ab(device: str, sizes: Sizes) -> dict[str, Any]:
 def executed(sizes: Sizes) -> dict[str, Any]:
     """The variants' bits beside the default's, every launch compiled for sm_90 and executed on this machine's CPU."""
     launches: Any = importlib.import_module("shardwise.perf.gpu.launches")
-    found, deadline = Compared(), time.monotonic() + EXECUTED_SHARE * sizes.ab_s
+    compared, deadline = Compared(), time.monotonic() + EXECUTED_SHARE * sizes.ab_s
     variants = [_fewer_programs(v) for v in VARIANTS if EXECUTED.name in v.shapes and v.call != "module"]
     with launches.executed() as log:
-        kept = with_the_same_bits(found, EXECUTED, "cpu", variants, deadline, launches=True)
+        kept = with_the_same_bits(compared, EXECUTED, "cpu", variants, deadline, launches=True)
         same = [f"{variant.call}: {variant.name}" for variant in kept]
     return {
-        "executed": same, "dropped": [asdict(one) for one in found.dropped], "launches": len(log.launches),
-        "failed": sorted({*log.faults, *(str(one) for one in found.dropped if one.why == OTHER_BITS)}),
+        "executed": same, "dropped": [asdict(entry) for entry in compared.dropped], "launches": len(log.launches),
+        "failed": sorted({*log.faults, *(str(entry) for entry in compared.dropped if entry.why == OTHER_BITS)}),
     }  # fmt: skip
 
 
@@ -147,14 +147,14 @@ def _fewer_programs(variant: Variant) -> Variant:
     return replace(variant, settings=settings)
 
 
-def compare(found: Compared, shape: Shape, device: str, rounds: int, deadline: float) -> None:
+def compare(compared: Compared, shape: Shape, device: str, rounds: int, deadline: float) -> None:
     """Check and time the variants of one shape."""
     variants = [variant for variant in VARIANTS if shape.name in variant.shapes]
     now = time.monotonic()
     # on CPU tensors torch does the work, which asks for no settings
     launches = (device != "cpu" and HAS_TRITON) or INTERPRETED
     until = now + (deadline - now) * CHECKED_SHARE
-    kept = list(with_the_same_bits(found, checked(shape), device, variants, until, launches))
+    kept = list(with_the_same_bits(compared, checked(shape), device, variants, until, launches))
     batches = batches_of(shape, device)
     about: dict[str, Any] = {
         "shape": shape.name, "about": shape.about, "scaled": shape.scaled, "inputs": len(batches), "ids": shape.ids,
@@ -168,16 +168,16 @@ def compare(found: Compared, shape: Shape, device: str, rounds: int, deadline: f
             batches = [replace(batch, weights=batch.weights[:1].clone()) for batch in batches]
             if device == "cuda":
                 torch.cuda.empty_cache()
-        default, rows = _timed(found, shape, call, timed, calls_of(batches, call), device, rounds, deadline)
+        default, rows = _timed(compared, shape, call, timed, calls_of(batches, call), device, rounds, deadline)
         about["default"][call] = {"us": four_digits(default)}
         if call in moved:
             about["default"][call] |= {"bytes": int(moved[call]), "gb_per_s": gb_per_s(moved[call], default)}
-        found.rows += rows
-    found.shapes.append(about)
+        compared.rows += rows
+    compared.shapes.append(about)
 
 
 def with_the_same_bits(
-    found: Compared, shape: Shape, device: str, variants: Sequence[Variant], deadline: float, launches: bool
+    compared: Compared, shape: Shape, device: str, variants: Sequence[Variant], deadline: float, launches: bool
 ) -> Iterator[Variant]:
     """The variants that give the default's bits on a batch of the shape; why not is noted of the others.
 
@@ -203,13 +203,13 @@ def with_the_same_bits(
                 elif not all(map(same_bits, got, expected[variant.call])):
                     why = OTHER_BITS
         if why:
-            found.dropped.append(Dropped(variant.name, variant.call, shape.name, why))
+            compared.dropped.append(Dropped(variant.name, variant.call, shape.name, why))
         else:
             yield variant
 
 
 def _timed(
-    found: Compared,
+    compared: Compared,
     shape: Shape,
     call: str,
     variants: Sequence[Variant],
@@ -226,14 +226,14 @@ def _timed(
     # what cannot be captured is timed as it is, its launches hidden behind the read of the cache where they fit
     except Exception as error:
         torch.cuda.synchronize()
-        found.notes.append(f"{shape.name} {call} is not captured: {in_a_line(error)}")
+        compared.notes.append(f"{shape.name} {call} is not captured: {in_a_line(error)}")
         pool, default = None, calls
     entries: list[tuple[Variant | None, Sequence[Call]]] = [(None, default)]
     for variant in variants:
         try:
             entries.append((variant, _ready(variant, calls, pool)))
         except Exception as error:
-            found.dropped.append(Dropped(variant.name, call, shape.name, in_a_line(error)))
+            compared.dropped.append(Dropped(variant.name, call, shape.name, in_a_line(error)))
     times: list[list[float]] = [[] for _ in entries]
     turns = CudaTurns() if device == "cuda" else None
     for number in range(rounds):
@@ -304,18 +304,18 @@ def verdicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
     A gain counts that is more than twice as far from 1 as the default is from itself on that shape.
     """
-    found, apart = [], noise(rows)
+    decisions, apart = [], noise(rows)
     for call, name in dict.fromkeys((row.call, row.variant) for row in rows if row.variant != CONTROL):
         ratios = {row.shape: row.ratio for row in rows if (row.call, row.variant) == (call, name)}
         best, worst = min(ratios.values()), max(ratios.values())
         gains = any(ratio <= min(GAIN, 1 - 2 * apart.get(f"{shape} {call}", 0.0)) for shape, ratio in ratios.items())
-        verdict = "leave" if worst > LOSS else "take" if gains else "no difference"
+        decision = "leave" if worst > LOSS else "take" if gains else "no difference"
         mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-        found.append(
+        decisions.append(
             {
                 "variant": name,
                 "call": call,
-                "verdict": verdict,
+                "verdict": decision,
                 "best": best,
                 "worst": worst,
                 "mean": round(mean, 4),
@@ -323,7 +323,7 @@ def verdicts(rows: Sequence[Row]) -> list[dict[str, Any]]:
             }  # fmt: skip
         )
     order = ("take", "leave", "no difference")
-    return sorted(found, key=lambda one: (one["call"], order.index(str(one["verdict"])), one["mean"]))
+    return sorted(decisions, key=lambda entry: (entry["call"], order.index(str(entry["verdict"])), entry["mean"]))
 
 
 def noise(rows: Sequence[Row]) -> Mapping[str, float]:

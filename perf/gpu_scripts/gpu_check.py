@@ -67,7 +67,7 @@ from shardwise.perf.suite.timing import gb_per_s, spread, times_us
 from shardwise.perf.tune.tuner import (
     ROUNDS,
     File,
-    told,
+    text_of,
     tune_all,
 )
 from shardwise.perf.tune.tuner_inputs import (
@@ -92,7 +92,7 @@ def sanitizer(device: str, sizes: Sizes, limit_s: float = 60) -> dict[str, Any]:
     program = _program()
     if program is None:
         return {"note": "compute-sanitizer is not on this machine"}
-    said: dict[str, Any] = {"program": Path(program).name}
+    reports: dict[str, Any] = {"program": Path(program).name}
     # every tensor an allocation of its own, so that an access behind one is seen
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for tool, sections in TOOLS.items():
@@ -112,12 +112,12 @@ def sanitizer(device: str, sizes: Sizes, limit_s: float = 60) -> dict[str, Any]:
                     limit_s / len(TOOLS), [*command, "--out", str(Path(folder) / "part.json")], environment
                 )
             except subprocess.TimeoutExpired:
-                said[tool] = f"not finished in {limit_s / len(TOOLS):.0f} s"
+                reports[tool] = f"not finished in {limit_s / len(TOOLS):.0f} s"
                 continue
         summary = re.findall(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*", printed)
-        said[tool] = summary[-1] if summary else f"status {status}"
+        reports[tool] = summary[-1] if summary else f"status {status}"
         assert status == 0, f"{tool}: status {status}\n{printed[-3000:]}"
-    return said
+    return reports
 
 
 def run_within(limit_s: float, command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
@@ -162,7 +162,7 @@ def ordered(jobs: Sequence[Job]) -> list[Job]:
         place = places[kind] = places.get(kind, -1) + 1
         compared = job.key.kernel in TUNED_BY_AB and job.key.dtype == "fp32"
         ranked.append((place, compared, not job.key.kernel.startswith("update "), job))
-    return [job for *_, job in sorted(ranked, key=lambda one: one[:3])]
+    return [job for *_, job in sorted(ranked, key=lambda entry: entry[:3])]
 
 
 def autotune(device: str, sizes: Sizes) -> dict[str, Any]:
@@ -170,23 +170,23 @@ def autotune(device: str, sizes: Sizes) -> dict[str, Any]:
     if not HAS_TRITON:
         return {"note": "triton is not installed"}
     jobs = ordered(jobs_of(workloads_of([128, 64], [20, 1], small=sizes.small), ["fp32", "fp16", "int8"]))
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     dropped: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         file = File(Path(folder) / "tuned.json", *configs.identity(place))
         rounds, repeats = (1, 1) if sizes.small else (ROUNDS, 20)
-        for one in tune_all(
+        for outcome in tune_all(
             [fitted_job(job, device) for job in jobs], device,
             file=file, repeats=repeats, rounds=rounds, seconds=sizes.tune_s,
         ):  # fmt: skip
-            if one.failed:
-                dropped += one.dropped
+            if outcome.failed:
+                dropped += outcome.dropped
                 continue
-            found.append({"entry": one.what, "ratio": round(one.ratio, 3), "config": told(one.config)})
-            dropped += one.dropped
-        tuned = json.loads(file.path.read_text(encoding="utf-8")) if found else None
-    return {"entries": found, "of": len(jobs), "failed": dropped, "file": tuned}
+            entries.append({"entry": outcome.what, "ratio": round(outcome.ratio, 3), "config": text_of(outcome.config)})
+            dropped += outcome.dropped
+        tuned = json.loads(file.path.read_text(encoding="utf-8")) if entries else None
+    return {"entries": entries, "of": len(jobs), "failed": dropped, "file": tuned}
 
 
 def suite(device: str, sizes: Sizes) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def suite(device: str, sizes: Sizes) -> dict[str, Any]:
     info = machine.machine_info(device, torch.get_num_threads())
     return {
         "cases": len(measured.records),
-        "failed": [f"{one.name}: {one.error}" for one in measured.failures],
+        "failed": [f"{failure.name}: {failure.error}" for failure in measured.failures],
         "not_run": list(measured.not_run),
         "file": json.loads(json.dumps(storage.to_json(measured, info, about), default=str)),
     }
@@ -311,9 +311,9 @@ def nccl(device: str, sizes: Sizes) -> dict[str, Any]:
         module: Any = importlib.import_module("shardwise.perf.gpu_scripts.nccl_check")
     except ModuleNotFoundError as error:
         return {"note": f"not here: {error}"}
-    found: dict[str, Any] = module.one_card(device)
-    failed = [f"{name}: {one['error']}" for name, one in found["sections"].items() if one["status"] != "ok"]
-    return {**found, "failed": failed}
+    results: dict[str, Any] = module.one_card(device)
+    failed = [f"{name}: {part['error']}" for name, part in results["sections"].items() if part["status"] != "ok"]
+    return {**results, "failed": failed}
 
 
 # in the order in which they run; those of CHECKS beside one another, the others each with the machine for itself
@@ -391,8 +391,8 @@ def _isolated(name: str, arguments: argparse.Namespace, timeout_s: float) -> dic
         status, printed = run_within(timeout_s, command, environment)
         if not part.is_file():
             raise RuntimeError(f"exit status {status}: {printed[-3000:]}")
-        found: dict[str, Any] = json.loads(part.read_text())["sections"][name]
-        return found
+        record: dict[str, Any] = json.loads(part.read_text())["sections"][name]
+        return record
 
 
 def _write(path: Path, text: str) -> None:

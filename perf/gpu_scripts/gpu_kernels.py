@@ -55,56 +55,58 @@ MIXED = ((40, 8), (30, 1), (7, 3), (50, 16), (9, 64), (20, 128), (11, 256), (5, 
 
 def correctness(device: str, sizes: Sizes, dtype: torch.dtype) -> dict[str, Any]:
     """Every op on tables of a dtype against its reference, which runs on the CPU."""
-    found: dict[str, float] = {}
+    differences: dict[str, float] = {}
     tables, batch_size, length = MIXED[: sizes.checked_tables], sizes.checked_batch, 3
     tolerance, name = DTYPES[dtype], str(dtype).removeprefix("torch.")
     for kind, pooling, weighted in (("sum", "sum", False), ("mean", "mean", False), ("weighted", "mean", True)):
         options: dict[str, Any] = {"pooling": pooling, "weighted": weighted, "dtype": dtype}
         of_kind = f"{name} {kind}"
-        _check_pooled(found, of_kind, make(device, tables, batch_size, length, **options), tolerance, MAIN_RULES)
+        _check_pooled(differences, of_kind, make(device, tables, batch_size, length, **options), tolerance, MAIN_RULES)
         few = make(device, FEW[: sizes.checked_tables], batch_size, length, **options)
-        _check_pooled(found, of_kind, few, tolerance, [rule for rule in RULES if rule not in MAIN_RULES])
+        _check_pooled(differences, of_kind, few, tolerance, [rule for rule in RULES if rule not in MAIN_RULES])
     flat = make(device, [(40, 16), (9, 16)], batch_size, length, dtype=dtype)
-    _check_sequence(found, name, flat, tolerance)
+    _check_sequence(differences, name, flat, tolerance)
     if dtype == torch.float32:
         _check_bounds(device)
-    bad = {name: error for name, error in found.items() if error > 1}
+    bad = {name: error for name, error in differences.items() if error > 1}
     assert not bad, f"differs from the reference, in units of the tolerance: {bad}"
-    return {"compared": len(found), "worst_in_units_of_tolerance": round(max(found.values()), 4)}
+    return {"compared": len(differences), "worst_in_units_of_tolerance": round(max(differences.values()), 4)}
 
 
-def _check_pooled(found: dict[str, float], name: str, batch: Batch, tolerance: float, rules: Sequence[str]) -> None:
+def _check_pooled(
+    differences: dict[str, float], name: str, batch: Batch, tolerance: float, rules: Sequence[str]
+) -> None:
     host = batch.to("cpu")
     args = (host.weights, host.indices, host.offsets, host.per_id_weights, host.features, host.dims)
-    found[f"pooled_lookup {name}"] = errors(batch.lookup(), pooled.pooled_lookup_ref(*args)) / 1e-5
+    differences[f"pooled_lookup {name}"] = errors(batch.lookup(), pooled.pooled_lookup_ref(*args)) / 1e-5
     for rule in rules:
         state, expected = optimizer(rule, batch), optimizer(rule, host)
-        mine, theirs = replace(batch, weights=batch.weights.clone()), replace(host, weights=host.weights.clone())
-        state.update(mine)
-        expected.update(theirs, by=update.fused_update_ref)
-        found[f"fused_update {rule} {name}"] = errors(mine.weights, theirs.weights) / tolerance
+        on_device, on_host = replace(batch, weights=batch.weights.clone()), replace(host, weights=host.weights.clone())
+        state.update(on_device)
+        expected.update(on_host, by=update.fused_update_ref)
+        differences[f"fused_update {rule} {name}"] = errors(on_device.weights, on_host.weights) / tolerance
         for number, (got, want) in enumerate(zip(state.states, expected.states, strict=True)):
-            found[f"fused_update {rule} state{number} {name}"] = errors(got, want) / 1e-5
+            differences[f"fused_update {rule} state{number} {name}"] = errors(got, want) / 1e-5
     if host.per_id_weights is not None:
         scale = host.per_id_weights.requires_grad_()
         reference = torch.autograd.grad(pooled.pooled_lookup_ref(*args), scale, host.grad)[0]
         got = torch.ops.shardwise.per_id_weight_gradient(
             batch.grad, batch.weights, batch.indices, batch.offsets, batch.features, batch.dims
         )
-        found[f"per_id_weight_gradient {name}"] = errors(got, reference) / 1e-5
+        differences[f"per_id_weight_gradient {name}"] = errors(got, reference) / 1e-5
 
 
-def _check_sequence(found: dict[str, float], name: str, batch: Batch, tolerance: float) -> None:
+def _check_sequence(differences: dict[str, float], name: str, batch: Batch, tolerance: float) -> None:
     host = batch.to("cpu")
     got = sequence_lookup(batch.weights, batch.indices, batch.offsets, batch.features, 16, batch.segments)
     want = sequence.sequence_lookup_ref(host.weights, host.indices, host.offsets, host.features, 16)
-    found[f"sequence_lookup {name}"] = errors(got, want) / 1e-5
+    differences[f"sequence_lookup {name}"] = errors(got, want) / 1e-5
     grad = torch.randn(batch.ids, 16, device=batch.weights.device)
-    mine = replace(batch, weights=batch.weights.clone(), grad=grad)
-    theirs = replace(host, weights=host.weights.clone(), grad=grad.cpu())
-    optimizer("adagrad", mine).update(mine, "sequence")
-    optimizer("adagrad", theirs).update(theirs, "sequence", by=update.fused_update_ref)
-    found[f"fused_update sequence {name}"] = errors(mine.weights, theirs.weights) / tolerance
+    on_device = replace(batch, weights=batch.weights.clone(), grad=grad)
+    on_host = replace(host, weights=host.weights.clone(), grad=grad.cpu())
+    optimizer("adagrad", on_device).update(on_device, "sequence")
+    optimizer("adagrad", on_host).update(on_host, "sequence", by=update.fused_update_ref)
+    differences[f"fused_update sequence {name}"] = errors(on_device.weights, on_host.weights) / tolerance
 
 
 def _check_bounds(device: str) -> None:
@@ -115,7 +117,7 @@ def _check_bounds(device: str) -> None:
     offsets[2] = -1
     bad_id = replace(batch, indices=batch.indices.clone())
     bad_id.indices[-1] = 9
-    for bad, error, what in (
+    for bad, error, message in (
         (bad_id, IndexError, "id 9 is outside [0, 9)"),
         (replace(batch, offsets=offsets), ValueError, "decrease"),
     ):
@@ -126,19 +128,19 @@ def _check_bounds(device: str) -> None:
             state.update(bad)
             assert torch.equal(bad.weights, before) and int(state.step) == 0, "a bad batch changed the tables"
             raise_from_guard(state.guard, bad.indices, bad.offsets, bad.features, names)
-            raise AssertionError(f"nothing raised for {what}")
+            raise AssertionError(f"nothing raised for {message}")
         except error as raised:
-            assert what in str(raised), str(raised)
+            assert message in str(raised), str(raised)
 
 
 def torch_path(device: str, sizes: Sizes) -> dict[str, Any]:
     """What runs on a GPU without triton."""
     with patch.object(update, "runs_kernel", lambda t: False), patch.object(pooled, "runs_kernel", lambda t: False):
         batch = make(device, MIXED[:4], 8, 3, pooling="mean", weighted=True)
-        found: dict[str, float] = {}
-        _check_pooled(found, "torch path", batch, 1e-5, ("gradient", *RULES))
-    assert max(found.values()) <= 1, found
-    return {"compared": len(found)}
+        differences: dict[str, float] = {}
+        _check_pooled(differences, "torch path", batch, 1e-5, ("gradient", *RULES))
+    assert max(differences.values()) <= 1, differences
+    return {"compared": len(differences)}
 
 
 def same_bits(device: str, sizes: Sizes) -> dict[str, Any]:
@@ -156,9 +158,9 @@ def same_bits(device: str, sizes: Sizes) -> dict[str, Any]:
                     continue
                 expected: list[Tensor] = []
                 for _ in range(repeats):
-                    mine, state = replace(batch, weights=batch.weights.clone()), optimizer(rule, batch)
-                    state.update(mine)
-                    got = [mine.weights, *state.states]
+                    updated, state = replace(batch, weights=batch.weights.clone()), optimizer(rule, batch)
+                    state.update(updated)
+                    got = [updated.weights, *state.states]
                     expected = expected or got
                     same = [torch.equal(a, b) for a, b in zip(got, expected, strict=True)]
                     assert all(same), f"{rule}, {ids}, dim {dim}"
@@ -181,7 +183,7 @@ def quantized_correctness(device: str, sizes: Sizes) -> dict[str, Any]:
                     quantize_rows(rows.to(device), format, scale_dtype),
                 )
                 back = dequantize_rows(*got, dim, format).cpu()
-                same = [torch.equal(one.cpu(), other) for one, other in zip(got, expected, strict=True)]
+                same = [torch.equal(result.cpu(), reference) for result, reference in zip(got, expected, strict=True)]
                 same.append(torch.equal(back, dequantize_rows_ref(*expected, dim, format)))
                 assert all(same), (
                     f"payload, scales, values of {format}, D={dim}, {scale_dtype} are the reference's: {same}"

@@ -35,7 +35,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 def jagged_correctness(device: str, sizes: Sizes) -> dict[str, Any]:
     """Every jagged op, and its backward, on ragged bags: against the CPU in each dtype, and the same bits each time."""
-    found, refused = {}, []
+    differences, refused = {}, []
     for size in (Size(1, sizes.checked_batch), Size(sizes.checked_tables, sizes.checked_batch)):
         for case in OPERATIONS:
             for dtype, tolerance in TOLERANCES.items():
@@ -53,10 +53,10 @@ def jagged_correctness(device: str, sizes: Sizes) -> dict[str, Any]:
                 got = [case.read(case.call(OURS, _fresh(state, device))) for _ in range(sizes.race_repeats)]
                 unlike = difference(_on_host(got[0]), _on_host(expected), max(tolerance, case.tolerance))
                 if unlike:
-                    found[name] = unlike
+                    differences[name] = unlike
                 elif any(difference(_on_host(other), _on_host(got[0]), 0.0) for other in got[1:]):
-                    found[name] = f"other bits in one of {sizes.race_repeats} runs"
-    assert not found, found
+                    differences[name] = f"other bits in one of {sizes.race_repeats} runs"
+    assert not differences, differences
     return {"ops": len(OPERATIONS), "repeats": sizes.race_repeats, "refused_on_the_cpu_too": refused}
 
 
@@ -89,29 +89,29 @@ def _on_host(result: Any) -> Any:
 
 def collections(device: str, sizes: Sizes) -> dict[str, Any]:
     """A collection trains on the device as on the CPU, and survives a bad id: nothing of that batch is written."""
-    mine, theirs = _collection(device), _collection("cpu")
+    on_device, on_host = _collection(device), _collection("cpu")
     for seed in range(4):
-        for model, where in ((mine, device), (theirs, "cpu")):
+        for model, where in ((on_device, device), (on_host, "cpu")):
             model(_batch(seed, where)).values().square().sum().backward()
-    before = {name: tensor.cpu().clone() for name, tensor in mine.state_dict().items()}
+    before = {name: tensor.cpu().clone() for name, tensor in on_device.state_dict().items()}
     unlike = {
-        name: difference(before[name], tensor, 1e-5) for name, tensor in theirs.state_dict().items()
+        name: difference(before[name], tensor, 1e-5) for name, tensor in on_host.state_dict().items()
     }  # fmt: skip
     assert not any(unlike.values()), unlike
     bad = _batch(0, device)
     bad.values()[3] = 10**6
     try:
-        mine(bad).values().sum().backward()
-        mine.check()
+        on_device(bad).values().sum().backward()
+        on_device.check()
         raise AssertionError("a bad id raised nothing")
     except IndexError as error:
         message = str(error)
         assert "1000000" in message, message
-    after = {name: tensor.cpu() for name, tensor in mine.state_dict().items()}
+    after = {name: tensor.cpu() for name, tensor in on_device.state_dict().items()}
     assert all(torch.equal(before[name], after[name]) for name in before), "a bad batch changed a table"
-    mine(_batch(5, device)).values().sum().backward()
-    mine.check()
-    changed = any(not torch.equal(before[name], tensor.cpu()) for name, tensor in mine.state_dict().items())
+    on_device(_batch(5, device)).values().sum().backward()
+    on_device.check()
+    changed = any(not torch.equal(before[name], tensor.cpu()) for name, tensor in on_device.state_dict().items())
     assert changed, "nothing was trained after a bad batch"
     return {"message": message}
 
@@ -121,11 +121,11 @@ def graph_capture(device: str, sizes: Sizes) -> dict[str, Any]:
     eager, recorded = _collection(device), _collection(device)
     batch = _batch(0, device)
     ids = batch.values().clone()
-    held = KeyedJaggedTensor(batch.keys(), ids, lengths=batch.lengths(), offsets=batch.offsets())
+    static_batch = KeyedJaggedTensor(batch.keys(), ids, lengths=batch.lengths(), offsets=batch.offsets())
     out = torch.zeros(batch.stride(), sum(config.embedding_dim for config in TABLES), device=device)
 
     def step() -> None:
-        pooled = recorded(held).values()
+        pooled = recorded(static_batch).values()
         out.copy_(pooled.detach())
         pooled.backward(torch.full_like(pooled, 0.5))
 

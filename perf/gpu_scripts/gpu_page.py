@@ -1,4 +1,4 @@
-"""What the GPU script found as one page of HTML: decisions, prediction beside measurement, the A/B, kernels by time.
+"""The GPU script's results as one page of HTML: decisions, prediction beside measurement, the A/B, kernels by time.
 
 The page has no scripts and fetches nothing; hovering a mark tells what it is. All measures of figures are pixels.
 What kernels should take on an H100 and an H200 was written down before any of them ran there: from the compiled code
@@ -107,53 +107,57 @@ def measured(prediction: Prediction, sections: Mapping[str, Any]) -> float | Non
     """What the script's sections measured of it, if they did."""
     kind, *path = prediction.where
     if kind == "yardstick":
-        found: Any = _result(sections, "yardsticks")
+        value: Any = _result(sections, "yardsticks")
         for name in path:
-            found = (found or {}).get(name)
-        return None if found is None else float(found)
+            value = (value or {}).get(name)
+        return None if value is None else float(value)
     if kind == "ab":
-        shapes = {one["shape"]: one["default"] for one in _result(sections, "ab").get("shapes", ())}
+        shapes = {entry["shape"]: entry["default"] for entry in _result(sections, "ab").get("shapes", ())}
         us = shapes.get(path[0], {}).get(path[1], {}).get("us")
         return None if us is None else float(us)
     call = path[1] if kind == "step" else "step"
-    for one in _result(sections, "profile").get("shapes", ()):
-        if (one["shape"], one["call"]) == (path[0], call):
-            return float(one["busy_us"] + one["idle_us"]) if kind == "step" else _of_kernels(one["kernels"], path[1:])
+    for entry in _result(sections, "profile").get("shapes", ()):
+        if (entry["shape"], entry["call"]) == (path[0], call):
+            return (
+                float(entry["busy_us"] + entry["idle_us"])
+                if kind == "step"
+                else _of_kernels(entry["kernels"], path[1:])
+            )
     return None
 
 
 def _result(sections: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = sections.get(name, {}).get("result") or {}
-    return found
+    result: Mapping[str, Any] = sections.get(name, {}).get("result") or {}
+    return result
 
 
 def _of_kernels(kernels: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> float | None:
-    taken = [float(one["us"]) for one in kernels if any(part in one["kernel"] for part in parts)]
+    taken = [float(kernel["us"]) for kernel in kernels if any(part in kernel["kernel"] for part in parts)]
     return sum(taken) if taken else None
 
 
 def compared(device_name: str, sections: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each prediction for this card beside what was measured; cards that nothing was predicted for have only that."""
     card, rows = card_of(device_name), []
-    for one in PREDICTIONS:
-        reviewed, changed = (ranges.get(card or "") for ranges in (one.reviewed, one.changed))
-        got, expected = measured(one, sections), changed or reviewed
+    for prediction in PREDICTIONS:
+        reviewed, changed = (ranges.get(card or "") for ranges in (prediction.reviewed, prediction.changed))
+        got, expected = measured(prediction, sections), changed or reviewed
         rows.append(
             {
-                "name": one.name,
-                "unit": one.unit,
-                "bound": one.bound,
-                "floor": one.floor.get(card or ""),
+                "name": prediction.name,
+                "unit": prediction.unit,
+                "bound": prediction.bound,
+                "floor": prediction.floor.get(card or ""),
                 "reviewed": reviewed,
                 "changed": changed,
                 "measured": got,
-                "verdict": _verdict(got, expected, one.unit),
+                "verdict": _outcome(got, expected, prediction.unit),
             }  # fmt: skip
         )
     return rows
 
 
-def _verdict(got: float | None, expected: Range | None, unit: str) -> str:
+def _outcome(got: float | None, expected: Range | None, unit: str) -> str:
     if got is None or expected is None:
         return "not measured" if got is None else "not predicted"
     low, high = expected[0] * 0.95, expected[1] * 1.05
@@ -200,9 +204,9 @@ def _about(report: Json) -> str:
 
 def _states(sections: Json) -> Iterator[str]:
     items = "".join(
-        f'<li><span class="{"ok" if one["status"] == "ok" else "failed"}">{escape(one["status"])}</span>'
-        f" {escape(name)} <span class=soft>{one.get('seconds', 0):.0f} s</span></li>"
-        for name, one in sections.items()
+        f'<li><span class="{"ok" if section["status"] == "ok" else "failed"}">{escape(section["status"])}</span>'
+        f" {escape(name)} <span class=soft>{section.get('seconds', 0):.0f} s</span></li>"
+        for name, section in sections.items()
     )
     yield f'<ul class="states">{items}</ul>'
 
@@ -219,15 +223,15 @@ def _decisions(ab: Json) -> Iterator[str]:
     )
     for note in ab["notes"]:
         yield soft(note)
-    taken = [one for one in ab["verdicts"] if one["verdict"] == "take"]
+    taken = [entry for entry in ab["verdicts"] if entry["verdict"] == "take"]
     yield _table(
         ("call", "variant", "best", "worst", "mean", "shapes"),
-        [(one["call"], one["variant"], *(f"{one[key]:.3f}" for key in ("best", "worst", "mean")), one["shapes"])
-         for one in taken],
+        [(entry["call"], entry["variant"], *(f"{entry[key]:.3f}" for key in ("best", "worst", "mean")), entry["shapes"])
+         for entry in taken],
     ) if taken else soft("No variant is better than the default by this rule.")  # fmt: skip
     reasons: dict[tuple[str, str, str], list[str]] = {}
-    for one in ab["dropped"]:
-        reasons.setdefault((one["call"], one["variant"], one["why"]), []).append(one["shape"])
+    for entry in ab["dropped"]:
+        reasons.setdefault((entry["call"], entry["variant"], entry["why"]), []).append(entry["shape"])
     if reasons:
         yield "<h3>Not timed</h3>"
         yield _table(
@@ -271,18 +275,18 @@ def _ranges(rows: Sequence[Json]) -> str:
         for key, look, lift in (("reviewed", "was", 1), ("changed", "c0", 8)):
             if row[key]:
                 low, high = row[key]
-                told = f"{row['name']}, {key}: {_range(row[key])} {row['unit']}"
+                title = f"{row['name']}, {key}: {_range(row[key])} {row['unit']}"
                 shapes.append(
                     f'<rect class="{look}" x="{NAMES + low * scale:.1f}" y="{y + lift}" height="8"'
-                    f' width="{max((high - low) * scale, 3):.1f}"><title>{escape(told)}</title></rect>'
+                    f' width="{max((high - low) * scale, 3):.1f}"><title>{escape(title)}</title></rect>'
                 )
         if row["floor"]:
             shapes.append(f'<path class="floor" d="M{NAMES + row["floor"] * scale:.1f} {y - 1}v18"/>')
         if row["measured"] is not None:
             at = NAMES + row["measured"] * scale
-            told = f"{row['name']}, measured: {_number(row['measured'])} {row['unit']}"
+            title = f"{row['name']}, measured: {_number(row['measured'])} {row['unit']}"
             shapes.append(
-                f'<circle class="c1" cx="{at:.1f}" cy="{y + 8}" r="5"><title>{escape(told)}</title></circle>'
+                f'<circle class="c1" cx="{at:.1f}" cy="{y + 8}" r="5"><title>{escape(title)}</title></circle>'
                 f'<text x="{at + 9:.1f}" y="{y + 13}">{_number(row["measured"])} {row["unit"]}</text>'
             )
         y += LINE
@@ -294,7 +298,10 @@ def _variants(ab: Json) -> Iterator[str]:
     if not rows:
         return
     yield "<h2>Variants beside the default</h2>"
-    cuts = [f"{one['shape']}: {one['about']}" + f" ({one['scaled']})" * bool(one["scaled"]) for one in ab["shapes"]]
+    cuts = [
+        f"{entry['shape']}: {entry['about']}" + f" ({entry['scaled']})" * bool(entry["scaled"])
+        for entry in ab["shapes"]
+    ]
     yield soft(
         "Time over the default's, medians over rounds; thin lines reach from the tenth to the ninetieth percentile, the"
         f" band is {GAIN:g} to {LOSS:g}. To the left a variant is faster. " + "; ".join(cuts) + "."
@@ -334,11 +341,11 @@ def _ratios(rows: Sequence[Json], names: Sequence[str]) -> str:
         y = TOP + LINE * place + 9
         shapes.append(f'<text class="end" x="{NAMES - 12}" y="{y + 4}">{escape(variant)}</text>')
         for row in (row for row in rows if row["variant"] == variant):
-            told = f"{variant} on {row['shape']}: {row['ratio']:.3f} ({row['p10']:.3f} to {row['p90']:.3f})"
+            title = f"{variant} on {row['shape']}: {row['ratio']:.3f} ({row['p10']:.3f} to {row['p90']:.3f})"
             shapes.append(
                 f'<path class="whisker" d="M{x(row["p10"]):.1f} {y}H{x(row["p90"]):.1f}"/>'
                 f'<circle class="b {colour(names, row["shape"])}" cx="{x(row["ratio"]):.1f}" cy="{y}" r="4.5">'
-                f"<title>{escape(told)}</title></circle>"
+                f"<title>{escape(title)}</title></circle>"
             )
     return svg(WIDTH, bottom + 6, "Ratios of variants to the default", shapes)
 
@@ -346,56 +353,59 @@ def _ratios(rows: Sequence[Json], names: Sequence[str]) -> str:
 def _table_of_ratios(rows: Sequence[Json], ab: Json) -> str:
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     by_place = {(row["variant"], row["shape"]): row for row in rows}
-    verdicts = {(one["call"], one["variant"]): one["verdict"] for one in ab["verdicts"]}
-    default = {one["shape"]: one["default"].get(rows[0]["call"], {}) for one in ab["shapes"]}
+    decisions = {(entry["call"], entry["variant"]): entry["verdict"] for entry in ab["verdicts"]}
+    default = {entry["shape"]: entry["default"].get(rows[0]["call"], {}) for entry in ab["shapes"]}
     lines: list[Sequence[object]] = [
         ("the default", *(f"{default[shape].get('us', math.nan):.4g} us" for shape in shapes), "")
     ]
     for variant in dict.fromkeys(row["variant"] for row in rows):
         cells = [by_place.get((variant, shape)) for shape in shapes]
-        told = [f"{c['ratio']:.3f} ({c['p10']:.3f}-{c['p90']:.3f})" if c else "" for c in cells]
-        verdict = "noise" if variant == CONTROL else verdicts.get((rows[0]["call"], variant), "")
-        lines.append((variant, *told, verdict))
+        texts = [f"{c['ratio']:.3f} ({c['p10']:.3f}-{c['p90']:.3f})" if c else "" for c in cells]
+        decision = "noise" if variant == CONTROL else decisions.get((rows[0]["call"], variant), "")
+        lines.append((variant, *texts, decision))
     return _table(("variant", *shapes, "verdict"), lines)
 
 
 def _profile(profile: Json) -> Iterator[str]:
-    for one in profile.get("shapes", ()):
-        yield f"<h2>{escape(one['shape'])}: a {escape(one['call'])} by kernel</h2>"
-        cut = f"; {one['scaled']}" if one["scaled"] else ""
+    for row in profile.get("shapes", ()):
+        yield f"<h2>{escape(row['shape'])}: a {escape(row['call'])} by kernel</h2>"
+        cut = f"; {row['scaled']}" if row["scaled"] else ""
         yield soft(
-            f"{one['launches']:g} launches, {one['busy_us']:.4g} us busy, {one['idle_us']:.4g} us idle between them"
-            f" (the longest {one['largest_gap_us']:.4g}){cut}."
+            f"{row['launches']:g} launches, {row['busy_us']:.4g} us busy, {row['idle_us']:.4g} us idle between them"
+            f" (the longest {row['largest_gap_us']:.4g}){cut}."
         )
-        share = 100 / max(one["busy_us"], 1e-9)
+        share = 100 / max(row["busy_us"], 1e-9)
         yield _table(
             ("kernel", "launches", "us", "% of busy"),
-            [(k["kernel"], f"{k['launches']:g}", f"{k['us']:.4g}", f"{k['us'] * share:.1f}") for k in one["kernels"]],
+            [(k["kernel"], f"{k['launches']:g}", f"{k['us']:.4g}", f"{k['us'] * share:.1f}") for k in row["kernels"]],
         )
     if kernels := profile.get("kernels"):
         yield "<h2>What the loaded kernels need</h2>"
         names = ("kernel", "registers", "bound", "spills", "shared_bytes", "warps", "programs_resident")
         yield _table(
             (*names, "warps_resident"),
-            [[("" if one[name] is None else one[name]) for name in (*names, "warps_resident")] for one in kernels],
+            [
+                [("" if kernel[name] is None else kernel[name]) for name in (*names, "warps_resident")]
+                for kernel in kernels
+            ],
         )
 
 
-def _yardsticks(found: Json) -> Iterator[str]:
-    if not found:
+def _yardsticks(yardsticks: Json) -> Iterator[str]:
+    if not yardsticks:
         return
     yield "<h2>Yardsticks</h2>"
     lines: list[Sequence[object]] = [
-        (name.replace("_", " "), f"{found[name]['gb_per_s']:.4g}", "GB/s")
+        (name.replace("_", " "), f"{yardsticks[name]['gb_per_s']:.4g}", "GB/s")
         for name in ("copy", "read", "gather", "gather_in_l2")
     ]
-    lines += [(f"load that hits {name}", f"{ns:.4g}", "ns") for name, ns in found["latency_ns"].items()]
-    lines += [(f"launch, {name}", _number(us), "us") for name, us in found["launch_us"].items()]
+    lines += [(f"load that hits {name}", f"{ns:.4g}", "ns") for name, ns in yardsticks["latency_ns"].items()]
+    lines += [(f"launch, {name}", _number(us), "us") for name, us in yardsticks["launch_us"].items()]
     yield _table(("", "", ""), lines)
 
 
 def _errors(sections: Json) -> Iterator[str]:
-    failed = {name: one["error"] for name, one in sections.items() if one.get("error")}
+    failed = {name: section["error"] for name, section in sections.items() if section.get("error")}
     if failed:
         yield "<h2>What failed</h2>"
     for name, error in failed.items():

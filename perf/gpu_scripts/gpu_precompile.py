@@ -275,7 +275,7 @@ def _with_triton(folder: Path, argv: list[str]) -> int:
         print(f"gpu_precompile: no triton in {folder}")
         return 2
     # the parser takes the last value of an option: the folder must not be asked for again
-    place = next(n for n, word in enumerate(argv) if word.split("=")[0] == "--triton")
+    place = next(n for n, argument in enumerate(argv) if argument.split("=")[0] == "--triton")
     rest = argv[:place] + argv[place + (1 if "=" in argv[place] else 2) :]
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "shardwise.perf.gpu_scripts.gpu_precompile", *rest]

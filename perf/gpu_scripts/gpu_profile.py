@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a GPU: microseconds by name of kernel, idle gaps, and what each kernel needs.
+"""Profiles of a step on a GPU: microseconds by name of kernel, idle gaps, and what each kernel needs.
 
 A step is the check of ids, the lookup and the fused update; of the smallest shape also that of a collection. Gaps are
 the times between the end of a kernel and the beginning of the next in which nothing ran. What a kernel needs is read
@@ -87,17 +87,17 @@ def by_name(spans: Sequence[Span], steps: int) -> dict[str, Any]:
         {"kernel": name, "launches": round(len(taken) / steps, 2), "us": round(sum(taken) / steps, 2)}
         for name, taken in totals.items()
     ]
-    kernels.sort(key=lambda one: -float(one["us"]))
+    kernels.sort(key=lambda kernel: -float(kernel["us"]))
     gaps, end = [], None
-    for span in sorted(spans, key=lambda one: one.begin):
+    for span in sorted(spans, key=lambda each: each.begin):
         if end is not None and span.begin > end:
             gaps.append(span.begin - end)
         end = span.end if end is None else max(end, span.end)
-    busy = sum(float(one["us"]) for one in kernels)
+    busy = sum(float(kernel["us"]) for kernel in kernels)
     return {
         "launches": round(len(spans) / steps, 1), "busy_us": round(busy, 2), "idle_us": round(sum(gaps) / steps, 2),
         "largest_gap_us": round(max(gaps, default=0.0), 2), "kernels": kernels[:LISTED],
-        "others_us": round(sum(float(one["us"]) for one in kernels[LISTED:]), 2),
+        "others_us": round(sum(float(kernel["us"]) for kernel in kernels[LISTED:]), 2),
     }  # fmt: skip
 
 
@@ -125,13 +125,13 @@ def spans_of(calls: Sequence[Callable[[], object]], device: str) -> list[Span]:
 
 def loaded_kernels(limits: Limits) -> list[dict[str, Any]]:
     """What each kernel of the library that this process launched needs, and its programs and warps a multiprocessor."""
-    found = []
+    listed = []
     for name, kernel in _compiled():
         registers, spills = getattr(kernel, "n_regs", None), getattr(kernel, "n_spills", None)
         warps, shared = int(kernel.metadata.num_warps), int(kernel.metadata.shared)
         programs = resident(limits, warps, registers or 1, shared)
         bound = getattr(kernel.metadata, "maxnreg", None)
-        found.append(
+        listed.append(
             {
                 "kernel": name,
                 "registers": registers,
@@ -143,14 +143,14 @@ def loaded_kernels(limits: Limits) -> list[dict[str, Any]]:
                 "warps_resident": programs * warps,
             }  # fmt: skip
         )
-    unique = {tuple(one.items()): one for one in found}
-    return sorted(unique.values(), key=lambda one: (str(one["kernel"]), str(one)))
+    unique = {tuple(entry.items()): entry for entry in listed}
+    return sorted(unique.values(), key=lambda entry: (str(entry["kernel"]), str(entry)))
 
 
 def _compiled() -> Iterator[tuple[str, Any]]:
     """Names and loaded code of the kernels in the library's modules."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("shardwise.")]
-    kernels = {id(one): one for module in modules for one in list(vars(module).values()) if _has_caches(one)}
+    kernels = {id(value): value for module in modules for value in list(vars(module).values()) if _has_caches(value)}
     for kernel in kernels.values():
         for caches in kernel.device_caches.values():
             for code in caches[0].values():
@@ -165,7 +165,7 @@ def _has_caches(value: Any) -> bool:
 
 def profiles(device: str, sizes: Sizes) -> dict[str, Any]:
     """Each decisive shape: a step by kernel; and what each kernel that ran needs."""
-    found: list[dict[str, Any]] = []
+    shapes: list[dict[str, Any]] = []
     failed, deadline = [], time.monotonic() + sizes.profile_s
     for name in PROFILED:
         if device == "cuda":
@@ -177,19 +177,19 @@ def profiles(device: str, sizes: Sizes) -> dict[str, Any]:
                 failed.append(f"{name}, {call}: no time was left")
                 continue
             try:
-                found.append(_profile(shape, call, device))
+                shapes.append(_profile(shape, call, device))
             # a profiler that is not allowed to look fails in its own ways
             except Exception as error:
                 failed.append(f"{name}, {call}: {in_a_line(error)}")
-    return {"steps": STEPS, "shapes": found, "kernels": loaded_kernels(limits_of(device)), "failed": failed} | {
+    return {"steps": STEPS, "shapes": shapes, "kernels": loaded_kernels(limits_of(device)), "failed": failed} | {
         "limits": asdict(limits_of(device))
     }
 
 
 def _profile(shape: Shape, call: str, device: str) -> dict[str, Any]:
     calls = calls_of(batches_of(shape, device), call)
-    for one in calls:
-        one()
+    for step in calls:
+        step()
     # the first profile of a process starts the profiler
     spans_of(calls[:1], device)
     spans = spans_of(list(_steps(calls)), device)

@@ -1,4 +1,4 @@
-"""How large the sections of the GPU check are."""
+"""Sizes of the sections of the GPU check."""
 
 from __future__ import annotations
 

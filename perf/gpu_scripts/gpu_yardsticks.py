@@ -1,4 +1,4 @@
-"""What a GPU can do at all: bandwidth of copies, reads and gathers of rows, and the latency of a load by where it hits.
+"""Yardsticks of a GPU: bandwidth of copies, reads and gathers of rows, and the latency of a load by where it hits.
 
 A copy is the wrong roof for a gather: `gather` reads rows of 512 bytes at uniform ids out of a table of gigabytes, as
 a lookup does, misses of the TLB included. `chase` is a chain of loads, each at the address that the one before gave.
@@ -93,11 +93,11 @@ def _gather(device: str, table_bytes: int, rows: int, repeats: int) -> dict[str,
 
 def _launch_us(device: str, repeats: int) -> dict[str, Any]:
     """Of a kernel that does nothing to speak of: launched, and as a node of a graph of 100 of them."""
-    word = torch.zeros(1, device=device)
+    element = torch.zeros(1, device=device)
 
     def hundred() -> None:
         for _ in range(100):
-            word.add_(1.0)
+            element.add_(1.0)
 
     eager = spread(times_us([hundred], device, repeats))["median"] / 100
     graph = spread(times_us(graphs_of([hundred]), device, repeats))["median"] / 100 if device == "cuda" else None

@@ -48,8 +48,8 @@ def run(
     world = dist.get_world_size()
     backend = "nccl" if device.type == "cuda" else "gloo"
     # what ranks tell each other about sections needs no GPU
-    words = new_group(list(range(world)), "gloo")
-    found: dict[str, Any] = {
+    control = new_group(list(range(world)), "gloo")
+    results: dict[str, Any] = {
         "format": FORMAT, "backend": backend, "ranks": world, "sizes": asdict(sizes), "sections": {},
         "machine": machine.described(device.type, torch.get_num_threads()),
     }  # fmt: skip
@@ -64,16 +64,16 @@ def run(
             except Exception:
                 record |= {"status": "failed", "error": traceback.format_exc()[-4000:]}
         record |= {"seconds": round(time.perf_counter() - begin, 2), "collectives": called.total()}
-        told: list[Any] = [None] * world
-        dist.all_gather_object(told, record, group=words)
-        bad = {f"rank {rank}": one["error"] for rank, one in enumerate(told) if one["status"] != "ok"}
-        found["sections"][name] = {**told[0], "status": "failed" if bad else "ok", "error": bad or None}
-        found["ok"] = all(one["status"] == "ok" for one in found["sections"].values())
+        records: list[Any] = [None] * world
+        dist.all_gather_object(records, record, group=control)
+        bad = {f"rank {rank}": of_rank["error"] for rank, of_rank in enumerate(records) if of_rank["status"] != "ok"}
+        results["sections"][name] = {**records[0], "status": "failed" if bad else "ok", "error": bad or None}
+        results["ok"] = all(section["status"] == "ok" for section in results["sections"].values())
         if write is not None and dist.get_rank() == 0:
-            write(found)
+            write(results)
         # models hold the group
         gc.collect()
-    return found
+    return results
 
 
 def one_card(device: torch.device | str, sizes: Sizes | None = None) -> dict[str, Any]:
@@ -113,19 +113,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo", timeout=timedelta(seconds=2 * STUCK_S))
 
-    def write(found: dict[str, Any]) -> None:
+    def write(results: dict[str, Any]) -> None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
-        name, last = list(found["sections"].items())[-1]
+        given.out.write_text(json.dumps(results, indent=1) + "\n")
+        name, last = list(results["sections"].items())[-1]
         print(f"{name}: {last['status']}, {last['seconds']} s", flush=True)
 
-    found = run(device, SMALL if given.small else Sizes(), given.sections, write)
+    results = run(device, SMALL if given.small else Sizes(), given.sections, write)
     if dist.get_rank() == 0:
-        for name, record in found["sections"].items():
+        for name, record in results["sections"].items():
             for rank, error in (record["error"] or {}).items():
                 print(f"{name}, {rank}:\n{error}", file=sys.stderr)
     dist.destroy_process_group()
-    return 0 if found["ok"] else 1
+    return 0 if results["ok"] else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `nccl_check` checks on the ranks of a process group, section by section, and the models that it takes.
+"""Sections of `nccl_check`, each run on the ranks of a process group, and the models that they take.
 
 All numbers are small multiples of powers of two, so that no sum is rounded: whatever a plan cuts, bits must be those of
 one process that has the batches of all ranks. Whatever differs on one rank, all of them call the same collectives.
@@ -57,8 +57,8 @@ from shardwise.sharding.comms.env import is_alone
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.comms.qcomms import CommType, QCommsConfig, get_qcomm_codecs_registry
 
-# a section that waits longer than this for another rank has failed; and how soon a failed rank is to be heard of
-STUCK_S, HEARD_S = 60.0, 20.0
+# a section that waits longer than this for another rank has failed; and how soon a failed rank is to be noticed
+STUCK_S, NOTICED_S = 60.0, 20.0
 DENSE, LR = 4, 0.5
 
 
@@ -150,7 +150,7 @@ def batch_of(ranks: Ranks, step: int, *, whole: bool = False) -> KeyedJaggedTens
     """The batch of this rank, or of all ranks together, on the host."""
     lengths, ids = lengths_and_ids(ranks, step)
     low, high = (0, lengths.shape[1]) if whole else ranks.span()
-    cut = [mine[lengths[n, :low].sum() : lengths[n, :high].sum()] for n, mine in enumerate(ids)]
+    cut = [of_feature[lengths[n, :low].sum() : lengths[n, :high].sum()] for n, of_feature in enumerate(ids)]
     return KeyedJaggedTensor(ranks.keys, torch.cat(cut), lengths=lengths[:, low:high].flatten())
 
 
@@ -159,9 +159,9 @@ def upstream(shape: Sequence[int], seed: int) -> Tensor:
     return torch.randint(-4, 5, tuple(shape), generator=torch.Generator().manual_seed(seed)) / 8
 
 
-def matrices(found: Any, keys: Sequence[str]) -> list[Tensor]:
+def matrices(looked_up: Any, keys: Sequence[str]) -> list[Tensor]:
     """What a lookup gave, one matrix a feature, or one of all."""
-    return [found.values()] if not isinstance(found, dict) else [found[key].values() for key in keys]
+    return [looked_up.values()] if not isinstance(looked_up, dict) else [looked_up[key].values() for key in keys]
 
 
 def train(ranks: Ranks, model: nn.Module, steps: Sequence[int], *, whole: bool) -> list[list[Tensor]]:
@@ -170,17 +170,17 @@ def train(ranks: Ranks, model: nn.Module, steps: Sequence[int], *, whole: bool) 
     for step in steps:
         lengths, _ = lengths_and_ids(ranks, step)
         low, high = ranks.span()
-        found = matrices(model(batch_of(ranks, step, whole=whole).to(ranks.device)), ranks.keys)
+        looked_up = matrices(model(batch_of(ranks, step, whole=whole).to(ranks.device)), ranks.keys)
         gradients = []
-        for n, one in enumerate(found):
+        for n, matrix in enumerate(looked_up):
             # rows of bags, or of ids, of all ranks together
-            pooled = len(found) == 1
+            pooled = len(looked_up) == 1
             rows = lengths.shape[1] if pooled else int(lengths[n].sum())
             a, b = (low, high) if pooled else (int(lengths[n, :low].sum()), int(lengths[n, :high].sum()))
-            given = upstream((rows, one.shape[1]), 10 * step + n)
+            given = upstream((rows, matrix.shape[1]), 10 * step + n)
             gradients.append((given if whole else given[a:b] * ranks.world).to(ranks.device))
-        outputs.append([one.detach().clone() for one in found])
-        torch.autograd.backward(found, gradients)
+        outputs.append([matrix.detach().clone() for matrix in looked_up])
+        torch.autograd.backward(looked_up, gradients)
     return outputs
 
 
@@ -205,10 +205,10 @@ def sharded_tables(ranks: Ranks, way: Callable[[int], Any], *, pooled: bool = Tr
     return sharded(ranks, nn.Sequential(tables), "0", tables, way, **more)
 
 
-def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+def differing(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     """Names of tensors whose bits differ."""
-    assert found.keys() == expected.keys(), (sorted(found), sorted(expected))
-    return [name for name, value in found.items() if not torch.equal(value.cpu(), expected[name].cpu())]
+    assert tensors.keys() == expected.keys(), (sorted(tensors), sorted(expected))
+    return [name for name, value in tensors.items() if not torch.equal(value.cpu(), expected[name].cpu())]
 
 
 def steps_beside_one_process(ranks: Ranks, way: Callable[[int], Any], *, pooled: bool, **more: Any) -> str:
@@ -220,12 +220,12 @@ def steps_beside_one_process(ranks: Ranks, way: Callable[[int], Any], *, pooled:
     outputs = train(ranks, model, steps, whole=False)
     low, high = ranks.span()
     wrong = []
-    for step, (mine, theirs) in enumerate(zip(outputs, expected, strict=True)):
+    for step, (own_outputs, reference_outputs) in enumerate(zip(outputs, expected, strict=True)):
         lengths, _ = lengths_and_ids(ranks, step)
-        for n, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        for n, (own, reference) in enumerate(zip(own_outputs, reference_outputs, strict=True)):
             a, b = (low, high) if pooled else (int(lengths[n, :low].sum()), int(lengths[n, :high].sum()))
-            if not torch.equal(one, other[a:b]):
-                wrong.append(f"output {n} of step {step} by {float((one - other[a:b]).abs().max())}")
+            if not torch.equal(own, reference[a:b]):
+                wrong.append(f"output {n} of step {step} by {float((own - reference[a:b]).abs().max())}")
     # all ranks call this, whatever differs on one of them
     wrong += differing(full_state_dict(model), alone.state_dict())
     return ", ".join(wrong)
@@ -233,31 +233,33 @@ def steps_beside_one_process(ranks: Ranks, way: Callable[[int], Any], *, pooled:
 
 def sharding_types(ranks: Ranks) -> dict[str, Any]:
     """Train steps of every sharding type, pooled and as sequences, against one process that has all batches."""
-    found = {}
+    differences = {}
     for name, way in ways(ranks).items():
         for pooled in (True, False):
-            found[f"{name}, {'pooled' if pooled else 'sequence'}"] = steps_beside_one_process(ranks, way, pooled=pooled)
-    return _required(found)
+            differences[f"{name}, {'pooled' if pooled else 'sequence'}"] = steps_beside_one_process(
+                ranks, way, pooled=pooled
+            )
+    return _required(differences)
 
 
 def codecs(ranks: Ranks) -> dict[str, Any]:
     """Rows and gradients as fp16 and bf16, which hold these numbers; and a number that fp16 does not."""
-    found = {}
+    differences = {}
     for kind in (CommType.FP16, CommType.BF16):
         registry = get_qcomm_codecs_registry(QCommsConfig(kind, kind))
         sharders: Any = [EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)]
         for name in ("table_wise", "row_wise"):
-            what = f"{kind.name}, {name}"
-            found[what] = steps_beside_one_process(ranks, ways(ranks)[name], pooled=True, sharders=sharders)
+            label = f"{kind.name}, {name}"
+            differences[label] = steps_beside_one_process(ranks, ways(ranks)[name], pooled=True, sharders=sharders)
     registry = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))
     sharders = [EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)]
     model = sharded_tables(ranks, lambda n: table_wise(rank=0), scale=1e9, sharders=sharders)
     try:
         model(batch_of(ranks, 0).to(ranks.device)).values()
-        found["overflow"] = "nothing raised"
+        differences["overflow"] = "nothing raised"
     except OverflowError as error:
-        found["overflow"] = "" if "too large" in str(error) else str(error)
-    return _required(found)
+        differences["overflow"] = "" if "too large" in str(error) else str(error)
+    return _required(differences)
 
 
 def _dlrm(ranks: Ranks) -> tuple[Any, torch.optim.Optimizer]:
@@ -290,21 +292,21 @@ def pipelines(ranks: Ranks) -> dict[str, Any]:
         optimizer.step()
         losses.append(loss.detach().clone())
     expected = full_state_dict(model)
-    found = {}
+    differences = {}
     for kind in (TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist):
         piped, optimizer = _dlrm(ranks)
         pipeline: Any = kind(piped, optimizer, ranks.device)
-        batches, mine = _samples(ranks, steps), []
+        batches, piped_losses = _samples(ranks, steps), []
         while True:
             try:
-                mine.append(pipeline.progress(batches)[0].detach().clone())
+                piped_losses.append(pipeline.progress(batches)[0].detach().clone())
             except StopIteration:
                 break
-        wrong = [f"loss {n}" for n, pair in enumerate(zip(mine, losses, strict=True)) if not torch.equal(*pair)]
+        wrong = [f"loss {n}" for n, pair in enumerate(zip(piped_losses, losses, strict=True)) if not torch.equal(*pair)]
         wrong += differing(full_state_dict(piped), expected)
-        found[kind.__name__] = ", ".join(wrong)
-    found["accumulation"] = _micro_batches(ranks)
-    return _required(found)
+        differences[kind.__name__] = ", ".join(wrong)
+    differences["accumulation"] = _micro_batches(ranks)
+    return _required(differences)
 
 
 def _micro_batches(ranks: Ranks) -> str:
@@ -344,11 +346,11 @@ def checkpoint(ranks: Ranks) -> dict[str, Any]:
         # nobody deletes what another still reads
         exchange.numbers(torch.zeros(ranks.world, device=ranks.device)).wait().tolist()
     outputs = train(ranks, second, steps[ranks.sizes.steps :], whole=False)
-    flat, wanted = ([tensor for step in found for tensor in step] for found in (outputs, expected))
+    flat, wanted = ([tensor for step in of_run for tensor in step] for of_run in (outputs, expected))
     same = all(map(torch.equal, flat, wanted))
     wrong = differing(full_state_dict(second), full_state_dict(straight))
-    found = {"outputs after loading": "" if same else "differ", "tables": ", ".join(wrong)}
-    return {**_required(found), "save_s": round(saved_s, 3), "load_s": round(loaded_s, 3)}
+    differences = {"outputs after loading": "" if same else "differ", "tables": ", ".join(wrong)}
+    return {**_required(differences), "save_s": round(saved_s, 3), "load_s": round(loaded_s, 3)}
 
 
 @contextmanager
@@ -363,7 +365,7 @@ def bandwidths(ranks: Ranks) -> dict[str, Any]:
     exchange = Exchange(ranks.group)
     header = torch.zeros(ranks.world, 16, dtype=torch.int64, device=ranks.device)
     us = _times(ranks, lambda: exchange.all_to_all(header, what="headers").wait())
-    found: dict[str, Any] = {"header": {"us": us}}
+    times: dict[str, Any] = {"header": {"us": us}}
     for numbers in ranks.sizes.sent:
         each = max(1, numbers // ranks.world)
         sizes, sent = [each] * ranks.world, torch.ones(each * ranks.world, device=ranks.device)
@@ -373,9 +375,9 @@ def bandwidths(ranks: Ranks) -> dict[str, Any]:
 
         us = _times(ranks, rows)
         size = f"{4 * each * ranks.world} bytes"
-        found[f"rows, {size}"] = {"us": us, "gb_per_s": gb_per_s(4 * each * (ranks.world - 1), us)}
-        found[f"mean, {size}"] = {"us": _times(ranks, partial(exchange.mean, [sent]))}
-    return found
+        times[f"rows, {size}"] = {"us": us, "gb_per_s": gb_per_s(4 * each * (ranks.world - 1), us)}
+        times[f"mean, {size}"] = {"us": _times(ranks, partial(exchange.mean, [sent]))}
+    return times
 
 
 def _times(ranks: Ranks, call: Callable[[], object]) -> float:
@@ -402,25 +404,25 @@ class Failing(nn.Module):
         self.tables, self.fails, self.step = tables, fails, 0
 
     def forward(self, batch: KeyedJaggedTensor) -> Tensor:
-        found: Tensor = self.tables(batch).values()
+        pooled: Tensor = self.tables(batch).values()
         self.step += 1
         if self.fails and self.step == 2:
             raise ZeroDivisionError("the last rank's second step")
-        return found
+        return pooled
 
 
 def failure(ranks: Ranks) -> dict[str, Any]:
     """A bad id on the last rank raises on all, which go on; an error of its own closes the group on all, soon."""
     last, tables = ranks.world - 1, tables_of(ranks, pooled=True)
     model = sharded(ranks, Failing(tables, ranks.rank == last), "tables", tables, ways(ranks)["row_wise"])
-    batch, found = batch_of(ranks, 0).to(ranks.device), {}
+    batch, differences = batch_of(ranks, 0).to(ranks.device), {}
     bad = KeyedJaggedTensor(ranks.keys, batch.values().clone().fill_(ranks.sizes.rows), lengths=batch.lengths())
     with model.watched():
         try:
             model.module.tables(bad if ranks.rank == last else batch).values()
-            found["bad id"] = "nothing raised"
+            differences["bad id"] = "nothing raised"
         except IndexError as error:
-            found["bad id"] = "" if f"rank {last}" in str(error) else str(error)
+            differences["bad id"] = "" if f"rank {last}" in str(error) else str(error)
     raised, named = "nothing", None
     begin = time.perf_counter()
     for step in range(3):
@@ -436,24 +438,24 @@ def failure(ranks: Ranks) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     wanted = "ZeroDivisionError" if ranks.rank == last else "RankFailure"
     well = raised.startswith(wanted) and (ranks.rank == last or named == (last,))
-    found["own error"] = "" if well and seconds < HEARD_S else f"after {seconds:.1f} s: {raised}"
+    differences["own error"] = "" if well and seconds < NOTICED_S else f"after {seconds:.1f} s: {raised}"
     try:
         model.module.tables(batch)
-        found["group after it"] = "an exchange went through"
+        differences["group after it"] = "an exchange went through"
     except RankFailure:
-        found["group after it"] = ""
-    return {**_required(found), "seconds": round(seconds, 2), "raised": raised.split(". ")[0][:300]}
+        differences["group after it"] = ""
+    return {**_required(differences), "seconds": round(seconds, 2), "raised": raised.split(". ")[0][:300]}
 
 
-def _required(found: dict[str, str]) -> dict[str, Any]:
+def _required(differences: dict[str, str]) -> dict[str, Any]:
     """How much was compared.
 
     Raises:
         AssertionError: something differs.
     """
-    wrong = {name: what for name, what in found.items() if what}
+    wrong = {name: difference for name, difference in differences.items() if difference}
     assert not wrong, f"differs: {wrong}"
-    return {"compared": len(found)}
+    return {"compared": len(differences)}
 
 
 SECTIONS: dict[str, Callable[[Ranks], dict[str, Any]]] = {

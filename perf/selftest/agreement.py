@@ -1,4 +1,4 @@
-"""Whether what a kernel gives agrees with its reference: how far apart two results are, and how far they may be."""
+"""Agreement of a kernel with its reference: how far apart two results are, and how far they may be."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ def compare(got: Sequence[Any], expected: Sequence[Any], tolerance: Tolerance) -
     if len(got) != len(expected):
         return float("inf"), [f"{len(got)} results, expected {len(expected)}"]
     worst, wrong = 0.0, []
-    for place, (one, other) in enumerate(zip(got, expected, strict=True)):
-        if not isinstance(other, Tensor):
-            if one != other:
+    for place, (result, reference) in enumerate(zip(got, expected, strict=True)):
+        if not isinstance(reference, Tensor):
+            if result != reference:
                 worst = float("inf")
-                wrong.append(f"result {place} is {one!r}, expected {other!r}")
+                wrong.append(f"result {place} is {result!r}, expected {reference!r}")
             continue
-        ratio = difference_of(one, other)
-        allowed = tolerance.of(other)
+        ratio = difference_of(result, reference)
+        allowed = tolerance.of(reference)
         worst = max(worst, ratio)
         if ratio > allowed:
             wrong.append(f"result {place} differs by {ratio:.3g} of its largest value, allowed {allowed:.3g}")
     return worst, wrong
 
 
-def difference_of(one: Tensor, other: Tensor) -> float:
-    """max |one - other| / max |other|: 0 where all bits agree, infinite where only one has a NaN, or shapes differ."""
-    if not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
+def difference_of(result: Tensor, reference: Tensor) -> float:
+    """max |result - reference| / max |reference|: 0 where all bits agree, infinite if one has a NaN or other shapes."""
+    if not isinstance(result, Tensor) or result.shape != reference.shape or result.dtype != reference.dtype:
         return float("inf")
-    one, other = one.detach(), other.detach()
-    if _bits(one).equal(_bits(other)):
+    result, reference = result.detach(), reference.detach()
+    if _bits(result).equal(_bits(reference)):
         return 0.0
-    x, y = one.double(), other.double()
+    x, y = result.double(), reference.double()
     if not bool((x.isnan() == y.isnan()).all()):
         return float("inf")
     # what is infinite in both agrees

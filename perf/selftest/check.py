@@ -1,4 +1,4 @@
-"""What is checked: an op on one set of small inputs, its values and gradients held to a reference in plain torch.
+"""A check: an op on one set of small inputs, its values and gradients held to a reference in plain torch.
 
 Inputs are made on the CPU from seeds and moved to the device of a run. A gradient is held to what autograd makes of the
 reference, wherever the reference has one.
@@ -72,7 +72,7 @@ def on(device: torch.device, value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, copy=True)
     if isinstance(value, list):
-        return [on(device, one) for one in value]
+        return [on(device, item) for item in value]
     return value
 
 

@@ -82,17 +82,17 @@ class SelfTest:
     @property
     def failed(self) -> list[str]:
         """A sentence for each check that failed."""
-        return [f"{one.family} ({one.path}): {text}" for one in self.results for text in one.failed]
+        return [f"{result.family} ({result.path}): {text}" for result in self.results for text in result.failed]
 
 
 def all_checks() -> list[Check]:
     """Every check: the first of each family, then their second ones, so that no family is left out for time alone."""
     turns: dict[str, int] = {}
     placed: list[tuple[int, Check]] = []
-    for one in chain(lookups.checks(), jagged_checks.checks()):
-        turn = turns[one.family] = turns.get(one.family, -1) + 1
-        placed.append((turn, one))
-    return [one for _, one in sorted(placed, key=lambda pair: pair[0])]
+    for check in chain(lookups.checks(), jagged_checks.checks()):
+        turn = turns[check.family] = turns.get(check.family, -1) + 1
+        placed.append((turn, check))
+    return [check for _, check in sorted(placed, key=lambda pair: pair[0])]
 
 
 def registered_ops() -> set[str]:
@@ -115,7 +115,7 @@ def self_test(
     *,
     seconds: float = 20.0,
     compile_seconds: float = COMPILE_S,
-    tell: Tell = lambda what, done, total: None,
+    tell: Tell = lambda doing, done, total: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SelfTest:
     """Run every check on these devices by every path they have, the paths in turn, for at most so many seconds.
@@ -128,24 +128,24 @@ def self_test(
     """
     checks = all_checks()
     paths = [path for device in devices for path in paths_of(device)]
-    results = {(one.family, path): Result(one.family, path) for path in paths for one in checks}
+    results = {(check.family, path): Result(check.family, path) for path in paths for check in checks}
     begin = clock()
     ready = set(_compiled([path for path in paths if path.compiles], checks, compile_seconds, tell, clock))
     compiled = clock()
     done = 0
     # check by check, so that what is left out is left out on every path
-    for one in checks:
+    for check in checks:
         for path in paths:
             done += 1
-            tell(f"{one.family} ({path})", done, len(checks) * len(paths))
-            result = results[one.family, path]
+            tell(f"{check.family} ({path})", done, len(checks) * len(paths))
+            result = results[check.family, path]
             if clock() - compiled >= seconds:
-                result.untested.append(f"{one.name}: {seconds:g} s were over")
-            elif path.compiles and (path, one.name, one.family) not in ready:
-                result.untested.append(f"{one.name}: compiling took more than {compile_seconds:g} s; run it again")
+                result.untested.append(f"{check.name}: {seconds:g} s were over")
+            elif path.compiles and (path, check.name, check.family) not in ready:
+                result.untested.append(f"{check.name}: compiling took more than {compile_seconds:g} s; run it again")
             else:
-                _hold(one, path, result)
-    unchecked = registered_ops() - {op for one in checks for op in one.ops}
+                _hold(check, path, result)
+    unchecked = registered_ops() - {op for check in checks for op in check.ops}
     return SelfTest(tuple(results.values()), clock() - compiled, compiled - begin, tuple(sorted(unchecked)))
 
 
@@ -155,43 +155,43 @@ def _compiled(
     """Run each check once, so that what it needs is compiled; which of them came to that."""
     begin, done, total = clock(), 0, len(paths) * len(checks)
     for path in paths:
-        what = "numba compiles loops" if path.by == "numba" else "Triton compiles kernels"
-        for one in checks:
+        doing = "numba compiles loops" if path.by == "numba" else "Triton compiles kernels"
+        for check in checks:
             done += 1
-            tell(f"{what}: {one.family}", done, total)
+            tell(f"{doing}: {check.family}", done, total)
             if clock() - begin >= seconds:
                 return
             # what it raises comes again where it is reported
             with suppress(Exception):
-                _run(one, path)
-            yield path, one.name, one.family
+                _run(check, path)
+            yield path, check.name, check.family
 
 
-def _run(one: Check, path: Path) -> Sequence[object]:
+def _run(check: Check, path: Path) -> Sequence[object]:
     with without_numba() if path.by == "torch" and path.device == "cpu" else nullcontext(), warnings.catch_warnings():
         # NaN among the inputs is what some checks are about
         warnings.simplefilter("ignore", RuntimeWarning)
-        return one.run(torch.device(path.device))
+        return check.run(torch.device(path.device))
 
 
-def _hold(one: Check, path: Path, result: Result) -> None:
+def _hold(check: Check, path: Path, result: Result) -> None:
     """Compare what the path gives with the reference."""
     try:
-        got = _run(one, path)
+        got = _run(check, path)
         with without_numba():
-            difference, wrong = compare(got, one.reference(), one.tolerance)
+            difference, wrong = compare(got, check.reference(), check.tolerance)
     except Exception as error:
-        result.failed.append(f"{one.name}: {numba_loops.line(error)}")
+        result.failed.append(f"{check.name}: {numba_loops.line(error)}")
         return
     if wrong:
-        result.failed.append(f"{one.name}: {'; '.join(wrong)}")
+        result.failed.append(f"{check.name}: {'; '.join(wrong)}")
     else:
         result.passed += 1
         result.difference = max(result.difference, difference)
 
 
 def self_test_interpreted(
-    seconds: float, *, tell: Tell = lambda what, done, total: None, start_s: float = START_S
+    seconds: float, *, tell: Tell = lambda doing, done, total: None, start_s: float = START_S
 ) -> SelfTest:
     """Run every check by Triton's interpreter, on the CPU, in a process of its own: for machines without a GPU.
 
@@ -219,27 +219,27 @@ def self_test_interpreted(
             process.kill()
     if "results" not in last:
         raise RuntimeError(errors[-1] if errors else f"the process was ended after {start_s + 2 * seconds:g} s")
-    found: Any = last["results"]
+    entries: Any = last["results"]
     path = Path("cpu", INTERPRETER)
-    results = tuple(Result(**{**one, "path": path}) for one in found)
+    results = tuple(Result(**{**entry, "path": path}) for entry in entries)
     return SelfTest(results, float(str(last["seconds"])), 0.0, ())
 
 
 def _main(seconds: float) -> None:
     """What that process does: a line of JSON for each part, and one of all results."""
 
-    def tell(what: str, done: int, total: int) -> None:
-        print(json.dumps({"doing": what, "done": done, "total": total}), flush=True)
+    def print_progress(doing: str, done: int, total: int) -> None:
+        print(json.dumps({"doing": doing, "done": done, "total": total}), flush=True)
 
-    done = self_test(["cpu"], seconds=seconds, tell=tell)
-    listed = [{name: value for name, value in vars(one).items() if name != "path"} for one in done.results]
+    done = self_test(["cpu"], seconds=seconds, tell=print_progress)
+    listed = [{name: value for name, value in vars(result).items() if name != "path"} for result in done.results]
     print(json.dumps({"results": listed, "seconds": done.seconds}), flush=True)
 
 
 def counted(results: Sequence[Result]) -> Counter[str]:
     """Checks that passed, failed and were not tested."""
     return Counter(
-        passed=sum(one.passed for one in results),
-        failed=sum(len(one.failed) for one in results),
-        untested=sum(len(one.untested) for one in results),
+        passed=sum(result.passed for result in results),
+        failed=sum(len(result.failed) for result in results),
+        untested=sum(len(result.untested) for result in results),
     )

@@ -1,4 +1,4 @@
-"""How far results of compiled kernels may be from their references, and why: the one table of it.
+"""Tolerances of compiled kernels against their references, and why: the one table of it.
 
 A ratio is of the largest value of the tensor that is compared: 6e-8 is half a unit in the last place of fp32 there. A
 result of fp16 or bf16 is rounded once more, and may fall to the neighbour: 1e-3 and 8e-3.

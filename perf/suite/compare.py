@@ -166,7 +166,7 @@ def differences(base: Stored, new: Stored) -> list[str]:
     before, after = base.machine.get("versions", {}), new.machine.get("versions", {})
     facts = [(key, base.machine.get(key), new.machine.get(key)) for key in DEVICE]
     facts += [(name, before.get(name) or "none", after.get(name) or "none") for name in sorted({*before, *after})]
-    return [f"{what}: {old} in the base, {now} now" for what, old, now in facts if old != now]
+    return [f"{fact}: {old} in the base, {now} now" for fact, old, now in facts if old != now]
 
 
 def pace(both: Sequence[tuple[Record, Record]]) -> float:

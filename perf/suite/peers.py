@@ -59,15 +59,15 @@ def peer_calls(
     return calls, notes
 
 
-def assert_close(got: Tensor, want: Tensor, tolerance: float, what: str) -> None:
+def assert_close(got: Tensor, want: Tensor, tolerance: float, subject: str) -> None:
     """Raise AssertionError unless all differences are within `tolerance` of the largest wanted number."""
-    assert got.shape == want.shape, f"{what}: {list(got.shape)} is not {list(want.shape)}"
+    assert got.shape == want.shape, f"{subject}: {list(got.shape)} is not {list(want.shape)}"
     if not want.numel():
         return
-    assert bool(got.isfinite().all()), f"{what}: not finite"
+    assert bool(got.isfinite().all()), f"{subject}: not finite"
     largest = float(want.abs().max().double().clamp(min=1e-30))
     off = float((got.float() - want.float()).abs().max()) / largest
-    assert off <= tolerance, f"{what}: off by {off:.2e} of the largest, {tolerance:g} is allowed"
+    assert off <= tolerance, f"{subject}: off by {off:.2e} of the largest, {tolerance:g} is allowed"
 
 
 def assert_peers(got: Tensor, peers: Mapping[str, Sequence[Call]], tolerance: float) -> None:
@@ -80,8 +80,8 @@ def assert_peers(got: Tensor, peers: Mapping[str, Sequence[Call]], tolerance: fl
 def table_memory(elements: int, dtype: torch.dtype, device: str) -> Tensor:
     """Rows of numbers between -1 and 1, which cases share one after another where they are not too many."""
     nbytes = elements * dtype.itemsize
-    memory, held = _kept.get(device, (None, dtype))
-    if memory is None or memory.numel() < nbytes or held != dtype:
+    memory, kept_dtype = _kept.get(device, (None, dtype))
+    if memory is None or memory.numel() < nbytes or kept_dtype != dtype:
         if memory is None or memory.numel() < nbytes:
             _kept.pop(device, None)
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -216,10 +216,10 @@ def compared(comparison: Comparison) -> list[str]:
 
 def _judged(verdict: Verdict) -> str:
     steadiest = min(verdict.changes, key=lambda change: change.threshold)
-    word = {"s": verdict.outcome}.get(verdict.unit, "larger" if verdict.outcome == "slower" else "smaller")
+    outcome = {"s": verdict.outcome}.get(verdict.unit, "larger" if verdict.outcome == "slower" else "smaller")
     others = "".join(f", {change.measure} {change.percent:+.1f} %" for change in verdict.changes[1:])
     by = f"threshold {steadiest.threshold:.1f} % of its {steadiest.measure}"
-    return f"{word}: {verdict.name}: {_change(verdict.changes[0], verdict.unit)}{others} ({by})"
+    return f"{outcome}: {verdict.name}: {_change(verdict.changes[0], verdict.unit)}{others} ({by})"
 
 
 def _change(change: Change, unit: str) -> str:

@@ -195,8 +195,8 @@ def parsed(data: Mapping[str, Any], path: str) -> Stored:
 
 def _record(benchmark: Mapping[str, Any]) -> Record:
     extra, stats = benchmark.get("extra_info") or {}, benchmark["stats"]
-    ours = "laps" in extra
-    if ours:
+    has_laps = "laps" in extra
+    if has_laps:
         laps = tuple(Lap(lap["times"], lap["disturbed"], lap["copy_gb_s"], lap["notes"]) for lap in extra["laps"])
     else:
         # a file saved without data has five numbers of the same median and quartiles

@@ -66,7 +66,7 @@ class Workload:
         """The notes on it in the record of a case."""
         cuts = {"largest tables divided by": self.cut, "batch divided by": self.batch_cut}
         shape = {"tables": len(self.rows), "rows": sum(self.rows), "dim": self.dim, "batch": self.batch}
-        return {**shape, **{what: cut for what, cut in cuts.items() if cut > 1}}
+        return {**shape, **{note: cut for note, cut in cuts.items() if cut > 1}}
 
 
 def equal(name: str, tables: int, rows: int, dim: int, batch: int, length: int, **options: Any) -> Workload:

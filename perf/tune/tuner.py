@@ -109,12 +109,12 @@ def same_results(
                 got = inputs.result()
         # a compiler may fail in any way, and the others are still worth their time
         except Exception as error:
-            dropped.append(f"{job}: {told(config)} fails: {in_a_line(error)}")
+            dropped.append(f"{job}: {text_of(config)} fails: {in_a_line(error)}")
             continue
         if all(map(same_bits, got, expected)):
             kept.append(config)
         else:
-            dropped.append(f"{job}: {told(config)} gives other bits than the heuristic")
+            dropped.append(f"{job}: {text_of(config)} gives other bits than the heuristic")
     return kept, dropped
 
 
@@ -144,7 +144,7 @@ def _stop_after(deadline: float) -> None:
         raise OutOfTimeError
 
 
-def told(config: Config) -> str:
+def text_of(config: Config) -> str:
     """A config in words."""
     return " ".join(f"{name}={value}" for name, value in config.items()) or "heuristic"
 
@@ -164,9 +164,9 @@ class File:
             "shardwise_tuned": configs.FORMAT, "device": device, "architecture": architecture, "entries": [], "cpu": [],
         }  # fmt: skip
         if path.exists():
-            held = configs.read(path)
-            if held.device != device:
-                raise ValueError(f"{path} holds configs of {held.device}, not of {device}")
+            stored = configs.read(path)
+            if stored.device != device:
+                raise ValueError(f"{path} holds configs of {stored.device}, not of {device}")
             self.content.update(json.loads(path.read_text(encoding="utf-8")))
         # what is found in minutes should not fail to be written in the end
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -225,7 +225,7 @@ def tune_all(
     rounds: int = ROUNDS,
     seconds: float,
     again: bool = False,
-    tell: Callable[[int, str], None] = lambda done, what: None,
+    tell: Callable[[int, str], None] = lambda done, doing: None,
 ) -> Iterator[Found]:
     """Tune jobs that the file has no entry of, in their order, until the seconds are used up; each is written at once.
 

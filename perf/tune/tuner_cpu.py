@@ -180,7 +180,7 @@ def tune_all(
     turns: int,
     seconds: float,
     again: bool = False,
-    tell: Callable[[int, str], None] = lambda done, what: None,
+    tell: Callable[[int, str], None] = lambda done, doing: None,
 ) -> Iterator[Found]:
     """Tune the chosen settings but those that the file has, until the seconds are used up; each is written at once.
 

@@ -59,12 +59,12 @@ def add_ckpt(commands: click.Group) -> None:
         from ..checkpoint import read_manifest
 
         with one_line(*_WRONG):
-            found = _at(path)
-            manifest = read_manifest(found)
+            place = _at(path)
+            manifest = read_manifest(place)
         if as_json:
-            print_json(_shown(found, manifest))
+            print_json(_shown(place, manifest))
         else:
-            _show(found, manifest)
+            _show(place, manifest)
 
     @ckpt.command()
     @click.argument("path", type=there)
@@ -78,15 +78,15 @@ def add_ckpt(commands: click.Group) -> None:
         from ..checkpoint import verify as problems_of
 
         problems: dict[str, list[str]] = {}
-        with one_line(*_WRONG), spinner(f"reading {path}") as tell:
+        with one_line(*_WRONG), spinner(f"reading {path}") as update:
             for place in _all(path):
-                tell(f"reading all of {place}")
+                update(f"reading all of {place}")
                 problems[str(place)] = problems_of(place)
         if as_json:
-            print_json({one: {"good": not found, "problems": found} for one, found in problems.items()})
+            print_json({folder: {"good": not wrong, "problems": wrong} for folder, wrong in problems.items()})
         else:
-            for one, found in problems.items():
-                for line in found or [f"{one}: good"]:
+            for folder, wrong in problems.items():
+                for line in wrong or [f"{folder}: good"]:
                     click.echo(line)
         sys.exit(NO if any(problems.values()) else FINE)
 
@@ -106,14 +106,14 @@ def add_ckpt(commands: click.Group) -> None:
         with one_line(*_WRONG):
             places = _at(a), _at(b)
             with spinner(f"comparing {places[0]} and {places[1]}"):
-                found = diff(*places)
-        same = found.same_content if any_plan else not found
+                differences = diff(*places)
+        same = differences.same_content if any_plan else not differences
         if as_json:
-            print_json({"same": same, "same_content": found.same_content, **found.as_json()})
+            print_json({"same": same, "same_content": differences.same_content, **differences.as_json()})
         else:
-            for line in found.lines() or ["no difference"]:
+            for line in differences.lines() or ["no difference"]:
                 click.echo(line)
-            if found and found.same_content:
+            if differences and differences.same_content:
                 click.echo("a model loads the same from both")
         sys.exit(FINE if same else NO)
 
@@ -166,10 +166,10 @@ def _at(path: Path) -> Path:
     """The step folder that is meant; says so on stderr where it was chosen."""
     from ..sharding.checkpoint.offline import checkpoint_at
 
-    found = checkpoint_at(path)
-    if found != path:
-        click.echo(f"{found.name} is the newest good checkpoint of {path}", err=True)
-    return found
+    place = checkpoint_at(path)
+    if place != path:
+        click.echo(f"{place.name} is the newest good checkpoint of {path}", err=True)
+    return place
 
 
 def _all(path: Path) -> Sequence[Path]:
@@ -180,10 +180,10 @@ def _all(path: Path) -> Sequence[Path]:
     """
     from ..checkpoint import steps
 
-    found = steps(path)
-    if not found and not os.path.lexists(path / "manifest.json"):
+    folders = steps(path)
+    if not folders and not os.path.lexists(path / "manifest.json"):
         raise FileNotFoundError(f"{path} is no checkpoint, and no folder that has one")
-    return found or [path]
+    return folders or [path]
 
 
 def _made(path: Path, as_json: bool) -> None:
@@ -200,33 +200,33 @@ def _shown(path: Path, manifest: Manifest) -> dict[str, Any]:
             "rows": table.rows, "dim": table.dim, "dtype": _dtype(table.dtype), "optimizer": table.rule,
             "updates": table.steps, "states": _states(manifest, name), "bytes": _bytes(manifest, name),
             "shards": [
-                {"rank": one.rank, "rows": list(one.rows), "columns": list(one.cols), "replica": one.replica}
-                for one in table.shards
+                {"rank": shard.rank, "rows": list(shard.rows), "columns": list(shard.cols), "replica": shard.replica}
+                for shard in table.shards
             ],
         }
         for name, table in manifest.tables.items()
     }  # fmt: skip
-    dense = {one.name: {"shape": list(one.shape), "dtype": _dtype(one.dtype)} for one in _dense(manifest)}
+    dense = {tensor.name: {"shape": list(tensor.shape), "dtype": _dtype(tensor.dtype)} for tensor in _dense(manifest)}
     return {
         "path": str(path), "step": manifest.step, "world_size": manifest.world_size,
         "versions": dict(manifest.versions), "extra": dict(manifest.extra), "tables": tables, "dense": dense,
-        "files": {one.name: one.bytes for one in manifest.files},
+        "files": {file.name: file.bytes for file in manifest.files},
     }  # fmt: skip
 
 
 def _show(path: Path, manifest: Manifest) -> None:
     table = table_of("table", right=("rows", "dim", "MiB"), last=("shards", "dtype", "optimizer", "states", "updates"))
     begin, end = _around(manifest.tables)
-    for name, one in manifest.tables.items():
+    for name, facts in manifest.tables.items():
         states = " ".join(_states(manifest, name)) or "-"
         table.add_row(
-            name.removeprefix(begin).removesuffix(end), f"{one.rows:,}", str(one.dim),
-            f"{_bytes(manifest, name) / _MIB:,.1f}", _cut(one),
-            _dtype(one.dtype), one.rule or "-", states, f"{one.steps:,}",
+            name.removeprefix(begin).removesuffix(end), f"{facts.rows:,}", str(facts.dim),
+            f"{_bytes(manifest, name) / _MIB:,.1f}", _cut(facts),
+            _dtype(facts.dtype), facts.rule or "-", states, f"{facts.steps:,}",
         )  # fmt: skip
     dense = _dense(manifest)
-    elements = sum(math.prod(one.shape) for one in dense)
-    whole = sum(one.bytes for one in manifest.files)
+    elements = sum(math.prod(tensor.shape) for tensor in dense)
+    whole = sum(file.bytes for file in manifest.files)
     show(f"{path}: step {manifest.step} of {manifest.world_size} ranks")
     show(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     if begin:
@@ -252,31 +252,31 @@ def _states(manifest: Manifest, name: str) -> list[str]:
     """A table's optimizer states."""
     from ..sharding.checkpoint.manifest import TABLE, WEIGHT
 
-    held = {state for kind, one, state in manifest.by_address if kind == TABLE and one == name}
-    return sorted(held - {WEIGHT})
+    states = {state for kind, table, state in manifest.by_address if kind == TABLE and table == name}
+    return sorted(states - {WEIGHT})
 
 
 def _bytes(manifest: Manifest, name: str) -> int:
     """Of a table and its states."""
     from ..sharding.checkpoint.manifest import TABLE
 
-    mine = [one for one in manifest.tensors if one.kind == TABLE and one.name == name]
-    return sum(math.prod(one.shape) * one.dtype.itemsize for one in mine)
+    tensors = [tensor for tensor in manifest.tensors if tensor.kind == TABLE and tensor.name == name]
+    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
 def _dense(manifest: Manifest) -> list[Stored]:
     from ..sharding.checkpoint.manifest import DENSE
 
-    return [one for one in manifest.tensors if one.kind == DENSE]
+    return [tensor for tensor in manifest.tensors if tensor.kind == DENSE]
 
 
 def _cut(table: TableFacts) -> str:
     """A table's shards in a few words."""
     if table.shards and table.shards[0].replica:
         return "whole on every rank"
-    ranks = sorted({one.rank for one in table.shards})
+    ranks = sorted({shard.rank for shard in table.shards})
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_ranges(ranks)}"
-    rows, columns = {one.rows for one in table.shards}, {one.cols for one in table.shards}
+    rows, columns = {shard.rows for shard in table.shards}, {shard.cols for shard in table.shards}
     if len(table.shards) == 1:
         return where
     return f"{len(rows)} x {len(columns)} on {where}"

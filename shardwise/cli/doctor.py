@@ -49,14 +49,14 @@ def add_doctor(commands: click.Group) -> None:
         Ends with status 1 where there is a problem. Needs no GPU, no network and no checkout. See docs/doctor.md.
         """
         begin = time.perf_counter()
-        with _progress() as (tell, pause):
-            tell("importing torch", 0, 0)
+        with _progress() as (update, pause):
+            update("importing torch", 0, 0)
             from ..perf.doctor.examine import device_names, document, examine
             from ..perf.doctor.findings import PROBLEM, count
 
             chosen = _chosen(device, device_names())
             sections: list[Section] = []
-            for section in examine(chosen, quick=quick, seconds=seconds, tell=tell):
+            for section in examine(chosen, quick=quick, seconds=seconds, tell=update):
                 sections.append(section)
                 if not as_json:
                     with pause():
@@ -92,11 +92,11 @@ def _print(section: Section) -> None:
     # a third of a narrow terminal at most
     table.add_column(width=min(WHAT_COLUMNS, max(8, to.width // 4)), overflow="fold")
     table.add_column(overflow="fold")
-    for one in section.findings:
-        text = Text(one.text)
-        if one.mend:
-            text.append(f"\n-> {one.mend}", style="bold")
-        table.add_row(Text(one.mark, style=STYLES[one.mark]), one.what, text)
+    for finding in section.findings:
+        text = Text(finding.text)
+        if finding.mend:
+            text.append(f"\n-> {finding.mend}", style="bold")
+        table.add_row(Text(finding.mark, style=STYLES[finding.mark]), finding.what, text)
     show(Text(f"\n{section.name}", style="bold"))
     show(table)
 
@@ -106,10 +106,10 @@ def _summary(sections: list[Section], seconds: float) -> str:
     from ..perf.doctor.findings import NOTE, PROBLEM, UNTESTED, count
 
     problems, notes, untested = (count(sections, mark) for mark in (PROBLEM, NOTE, UNTESTED))
-    said = f"{problems} problem{'s' * (problems > 1)}" if problems else "nothing is wrong"
-    said += f", {notes} note{'s' * (notes > 1)}" if notes else ""
-    said += f", {untested} not tested" if untested else ""
-    return f"\n{said} ({seconds:.0f} s)"
+    text = f"{problems} problem{'s' * (problems > 1)}" if problems else "nothing is wrong"
+    text += f", {notes} note{'s' * (notes > 1)}" if notes else ""
+    text += f", {untested} not tested" if untested else ""
+    return f"\n{text} ({seconds:.0f} s)"
 
 
 @contextmanager
@@ -129,8 +129,8 @@ def _progress() -> Iterator[tuple[Tell, Callable[[], AbstractContextManager[None
     with Progress(*columns, console=to, transient=True) as shown:
         task = shown.add_task("", total=None)
 
-        def tell(what: str, done: int, total: int) -> None:
-            shown.update(task, description=what[: to.width // 2], completed=done, total=total or None)
+        def update(doing: str, done: int, total: int) -> None:
+            shown.update(task, description=doing[: to.width // 2], completed=done, total=total or None)
 
         @contextmanager
         def pause() -> Iterator[None]:
@@ -138,7 +138,7 @@ def _progress() -> Iterator[tuple[Tell, Callable[[], AbstractContextManager[None
             yield
             shown.start()
 
-        yield tell, pause
+        yield update, pause
 
 
 @contextmanager
@@ -149,10 +149,10 @@ def _nothing() -> Iterator[None]:
 def _lines(to: Console) -> Tell:
     last = float("-inf")
 
-    def tell(what: str, done: int, total: int) -> None:
+    def print_line(doing: str, done: int, total: int) -> None:
         nonlocal last
         if time.monotonic() - last >= LINE_S:
             last = time.monotonic()
-            to.print(f"doctor: {what}" + (f" ({done} of {total})" if total else ""), soft_wrap=True)
+            to.print(f"doctor: {doing}" + (f" ({done} of {total})" if total else ""), soft_wrap=True)
 
-    return tell
+    return print_line

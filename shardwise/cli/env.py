@@ -49,11 +49,11 @@ def add_env(commands: click.Group) -> None:
         Nothing is measured and nothing sent. Variables whose name or value may be a secret are named without their
         value, and the home folder is written as ~. `shardwise doctor` says what of it could be better.
         """
-        found = environment()
+        facts = environment()
         if as_json:
-            print_json(found)
+            print_json(facts)
         else:
-            click.echo("\n".join(_lines(found)))
+            click.echo("\n".join(_lines(facts)))
 
 
 def environment() -> dict[str, Any]:
@@ -97,12 +97,14 @@ def _installation() -> dict[str, Any]:
     }
 
 
-def _git(root: Path, *words: str) -> str:
+def _git(root: Path, *arguments: str) -> str:
     # a folder within somebody else's repository is no commit of shardwise
     if not (root / ".git").exists():
         return ""
     try:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=5, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=5, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
@@ -113,14 +115,14 @@ def _devices() -> dict[str, Any]:
     from ..perf.doctor.versions import amd_driver, nvidia_driver, torch_or_error
 
     torch, error = torch_or_error()
-    found: dict[str, Any] = {"cpu": _cpu(torch), "driver": nvidia_driver() or amd_driver() or None}
+    facts: dict[str, Any] = {"cpu": _cpu(torch), "driver": nvidia_driver() or amd_driver() or None}
     if torch is None:
-        return {"torch_error": error, **found, "gpus": []}
-    found["torch"] = {
+        return {"torch_error": error, **facts, "gpus": []}
+    facts["torch"] = {
         "cuda": torch.version.cuda, "hip": torch.version.hip, "git": getattr(torch.version, "git_version", None),
         "cudnn": torch.backends.cudnn.version() if torch.version.cuda else None, "nccl": _nccl(torch),
     }  # fmt: skip
-    return {**found, "gpus": [*_gpus(torch)]}
+    return {**facts, "gpus": [*_gpus(torch)]}
 
 
 def _cpu(torch: Any) -> dict[str, Any]:
@@ -146,9 +148,9 @@ def _gpus(torch: Any) -> Iterator[dict[str, Any]]:
     if not torch.cuda.is_available():
         return
     for index in range(torch.cuda.device_count()):
-        one = torch.cuda.get_device_properties(index)
-        architecture = one.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{one.major}{one.minor}"
-        yield {"name": one.name, "architecture": architecture, "memory_gib": round(one.total_memory / 2**30, 1)}
+        gpu = torch.cuda.get_device_properties(index)
+        architecture = gpu.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
+        yield {"name": gpu.name, "architecture": architecture, "memory_gib": round(gpu.total_memory / 2**30, 1)}
 
 
 def _nccl(torch: Any) -> str | None:
@@ -161,7 +163,7 @@ def _nccl(torch: Any) -> str | None:
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that change how shardwise and torch run, without what may be a secret."""
     home = str(Path.home())
-    found = {}
+    variables = {}
     for name, value in environment.items():
         if not value or not (name in _NAMES or name.startswith(_PREFIXES)):
             continue
@@ -169,39 +171,43 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
         parts = re.split(r"[:/,;\s]+", value)
         hidden = _SECRET_NAME.search(name) or _URL_SECRET.search(value) or any(map(_TOKEN.fullmatch, parts))
         plain = value.replace(home, "~") if len(home) > 1 else value
-        found[name] = HIDDEN if hidden else "".join(letter if letter.isprintable() else "?" for letter in plain)
-    return found
+        variables[name] = HIDDEN if hidden else "".join(letter if letter.isprintable() else "?" for letter in plain)
+    return variables
 
 
-def _lines(found: Mapping[str, Any]) -> list[str]:
+def _lines(facts: Mapping[str, Any]) -> list[str]:
     """A name and what is so, line by line."""
-    ours, python, cpu = found["shardwise"], found["python"], found["cpu"]
-    kind = ours["installed"]
-    if ours["commit"]:
-        kind += f", commit {ours['commit']}" + (", with changes that are not committed" if ours["changed"] else "")
+    package, python, cpu = facts["shardwise"], facts["python"], facts["cpu"]
+    kind = package["installed"]
+    if package["commit"]:
+        kind += f", commit {package['commit']}" + (
+            ", with changes that are not committed" if package["changed"] else ""
+        )
     rows = [
-        ("shardwise", f"{ours['version']} ({kind})"),
+        ("shardwise", f"{package['version']} ({kind})"),
         ("Python", f"{python['version']} ({python['implementation']})"),
-        ("OS", found["os"]),
+        ("OS", facts["os"]),
     ]
-    for name, version in found["packages"].items():
+    for name, version in facts["packages"].items():
         built = ""
-        if name == "torch" and "torch" in found:
-            said = found["torch"]
-            built = f" (CUDA {said['cuda']})" if said["cuda"] else f" (ROCm {said['hip']})" if said["hip"] else " (CPU)"
+        if name == "torch" and "torch" in facts:
+            build = facts["torch"]
+            built = (
+                f" (CUDA {build['cuda']})" if build["cuda"] else f" (ROCm {build['hip']})" if build["hip"] else " (CPU)"
+            )
         rows.append((name, f"{version}{built}"))
-    if "torch_error" in found:
-        rows.append(("torch", f"does not import: {found['torch_error']}"))
+    if "torch_error" in facts:
+        rows.append(("torch", f"does not import: {facts['torch_error']}"))
     more = [f"{cpu['cores']} cores"]
     more += [f"{cpu['threads']} threads of torch", cpu["capability"]] if cpu["threads"] else []
     rows.append(("CPU", f"{cpu['name']} ({cpu['machine']}; {', '.join(more)})"))
-    rows.append(("driver", found["driver"] or "none of a GPU"))
-    for index, gpu in enumerate(found["gpus"]):
+    rows.append(("driver", facts["driver"] or "none of a GPU"))
+    for index, gpu in enumerate(facts["gpus"]):
         rows.append((f"GPU {index}", f"{gpu['name']} ({gpu['architecture']}, {gpu['memory_gib']} GiB)"))
-    if not found["gpus"]:
+    if not facts["gpus"]:
         rows.append(("GPU", "none that torch can use"))
-    if found.get("torch") and found["torch"]["nccl"]:
-        rows.append(("NCCL", found["torch"]["nccl"]))
-    rows += found["environment"].items() or [("variables", "none that matter are set")]
+    if facts.get("torch") and facts["torch"]["nccl"]:
+        rows.append(("NCCL", facts["torch"]["nccl"]))
+    rows += facts["environment"].items() or [("variables", "none that matter are set")]
     margin = max(len(name) for name, _ in rows if len(name) <= 24) + 2
     return [f"{name.ljust(margin - 1)} {text}" for name, text in rows]

@@ -98,14 +98,14 @@ def _export(
     """Do it step by step; also the bytes that each table had."""
     from ..inference import export_model, quantize_inference_model
 
-    with spinner("reading the checkpoint" if checkpoint else "making the model") as tell:
+    with spinner("reading the checkpoint" if checkpoint else "making the model") as update:
         manifest, weights = _checkpoint(checkpoint)
-        tell(f"making the model of {factory}")
+        update(f"making the model of {factory}")
         model, signature, call = _made(factory_named(factory), factory, manifest)
         if weights is not None:
             _load(model, weights)
         before = _trained_bytes(model)
-        tell("quantizing the tables")
+        update("quantizing the tables")
         each, exceptions, output = dtypes
         if before:
             unknown = sorted(set(exceptions) - set(before))
@@ -114,7 +114,7 @@ def _export(
                 raise ValueError(f"--table-dtype names {unknown[0]!r}, which is no table{near}")
             model = quantize_inference_model(
                 model,
-                per_table_weight_dtype={name: _torch_dtype(one) for name, one in exceptions.items()},
+                per_table_weight_dtype={name: _torch_dtype(dtype) for name, dtype in exceptions.items()},
                 quantization_dtype=_torch_dtype(each),
                 fp_weight_dtype=_torch_dtype(each),
                 output_dtype=_torch_dtype(output),
@@ -124,7 +124,7 @@ def _export(
                 f"the model of {factory} has no float tables to quantize: --dtype, --table-dtype and --output-dtype"
                 " have no effect on it"
             )
-        tell(f"tracing{', compiling' if aoti else ''} and writing the model")
+        update(f"tracing{', compiling' if aoti else ''} and writing the model")
         facts = export_model(model, folder, signature=signature, call=call, compiled=aoti, force=force)
     return facts, before
 
@@ -136,10 +136,10 @@ def _checkpoint(path: Path | None) -> tuple[Manifest | None, dict[str, torch.Ten
     from ..checkpoint import full_state_dict, read_manifest
     from ..sharding.checkpoint.offline import checkpoint_at
 
-    found = checkpoint_at(path)
-    if found != path:
-        click.echo(f"{found.name} is the newest good checkpoint of {path}", err=True)
-    return read_manifest(found), full_state_dict(found)
+    place = checkpoint_at(path)
+    if place != path:
+        click.echo(f"{place.name} is the newest good checkpoint of {path}", err=True)
+    return read_manifest(place), full_state_dict(place)
 
 
 def _made(factory: Callable[..., Any], text: str, manifest: Manifest | None) -> _Made:
@@ -152,19 +152,23 @@ def _made(factory: Callable[..., Any], text: str, manifest: Manifest | None) -> 
     from ..inference import PredictFactory
     from ..inference.predict import parts_of
 
-    wanted = [one for one in inspect.signature(factory).parameters.values() if one.default is one.empty]
+    wanted = [
+        parameter
+        for parameter in inspect.signature(factory).parameters.values()
+        if parameter.default is parameter.empty
+    ]
     if wanted and manifest is None:
         raise ValueError(f"{text} takes the manifest of a checkpoint: pass --checkpoint")
     try:
-        found = factory(manifest) if wanted else factory()
-        if isinstance(found, PredictFactory):
-            return _Made(*parts_of(found, None, None))
+        returned = factory(manifest) if wanted else factory()
+        if isinstance(returned, PredictFactory):
+            return _Made(*parts_of(returned, None, None))
     except (Exception, SystemExit) as error:
         raise failed(text, error) from error
-    if isinstance(found, tuple) and len(found) in (2, 3):
-        return _Made(*found)
+    if isinstance(returned, tuple) and len(returned) in (2, 3):
+        return _Made(*returned)
     raise TypeError(
-        f"{text} returned {type(found).__name__}: it must return (model, signature), (model, signature, call) or a"
+        f"{text} returned {type(returned).__name__}: it must return (model, signature), (model, signature, call) or a"
         " PredictFactory"
     )
 
@@ -181,17 +185,17 @@ def _trained_bytes(model: nn.Module) -> dict[str, int]:
     """Bytes of each float table, by its name."""
     from ..embeddings import EmbeddingBagCollection, EmbeddingCollection
 
-    found: dict[str, int] = {}
+    bytes_of: dict[str, int] = {}
     for module in model.modules():
         if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
             children = module.embedding_bags if isinstance(module, EmbeddingBagCollection) else module.embeddings
-            found.update({name: child.weight.nbytes for name, child in children.items()})  # type: ignore[misc]
-    return found
+            bytes_of.update({name: child.weight.nbytes for name, child in children.items()})  # type: ignore[misc]
+    return bytes_of
 
 
 def _per_table(exceptions: tuple[str, ...]) -> dict[str, str]:
     """TABLE=DTYPE, by table; a usage error for anything else."""
-    found = {}
+    dtypes = {}
     for text in exceptions:
         name, equals, dtype = text.rpartition("=")
         if not equals or dtype not in _DTYPES:
@@ -199,8 +203,8 @@ def _per_table(exceptions: tuple[str, ...]) -> dict[str, str]:
             raise click.BadParameter(
                 f"{text!r}: write TABLE=DTYPE, DTYPE one of {', '.join(_DTYPES)}{near}", param_hint="--table-dtype"
             )
-        found[name] = dtype
-    return found
+        dtypes[name] = dtype
+    return dtypes
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -213,13 +217,13 @@ def _print(folder: Path, facts: ModelFacts, before: Mapping[str, int]) -> None:
     from rich.filesize import decimal
 
     table = table_of("table", "rows x columns", "rows are", right=("before", "now", "smaller"))
-    was = {one.name: before.get(one.name, one.fp32_bytes) for one in facts.tables}
-    for one in facts.tables:
-        table.add_row(one.name, f"{one.rows} x {one.dim}", one.format, *_sizes(was[one.name], one.bytes))
-    table.add_row("all tables", "", "", *_sizes(sum(was.values()), sum(one.bytes for one in facts.tables)))
+    was = {entry.name: before.get(entry.name, entry.fp32_bytes) for entry in facts.tables}
+    for entry in facts.tables:
+        table.add_row(entry.name, f"{entry.rows} x {entry.dim}", entry.format, *_sizes(was[entry.name], entry.bytes))
+    table.add_row("all tables", "", "", *_sizes(sum(was.values()), sum(entry.bytes for entry in facts.tables)))
     print_table(table)
     show(f"{folder}: {', '.join(f'{file.name} {decimal(file.bytes)}' for file in facts.files)}")
-    show(f"takes {_inputs(facts)}; gives {', '.join(one.name for one in facts.outputs)}")
+    show(f"takes {_inputs(facts)}; gives {', '.join(output.name for output in facts.outputs)}")
 
 
 def _as_json(folder: Path, facts: ModelFacts, before: Mapping[str, int]) -> dict[str, Any]:
@@ -227,13 +231,13 @@ def _as_json(folder: Path, facts: ModelFacts, before: Mapping[str, int]) -> dict
     return {
         "path": str(folder),
         "tables": [
-            {"name": one.name, "rows": one.rows, "dim": one.dim, "format": one.format,
-             "bytes_before": before.get(one.name, one.fp32_bytes), "bytes": one.bytes}
-            for one in facts.tables
+            {"name": table.name, "rows": table.rows, "dim": table.dim, "format": table.format,
+             "bytes_before": before.get(table.name, table.fp32_bytes), "bytes": table.bytes}
+            for table in facts.tables
         ],
         "files": {file.name: file.bytes for file in facts.files},
-        "dense": [*facts.dense], "features": [one.name for one in facts.features], "weighted": facts.weighted,
-        "outputs": [one.name for one in facts.outputs],
+        "dense": [*facts.dense], "features": [feature.name for feature in facts.features], "weighted": facts.weighted,
+        "outputs": [output.name for output in facts.outputs],
     }  # fmt: skip
 
 
@@ -244,5 +248,5 @@ def _sizes(before: int, after: int) -> tuple[str, str, str]:
 
 
 def _inputs(facts: ModelFacts) -> str:
-    ids = f"ids of {', '.join(one.name for one in facts.features)}{' with weights' if facts.weighted else ''}"
+    ids = f"ids of {', '.join(feature.name for feature in facts.features)}{' with weights' if facts.weighted else ''}"
     return f"{len(facts.dense)} dense columns and {ids}" if facts.dense else ids

@@ -25,7 +25,7 @@ def factory_named(text: str) -> Callable[..., Any]:
         raise ValueError(f"--model {text}: write MODULE:FACTORY or FILE.py:FACTORY")
     path = Path(module) if module.endswith(".py") else None
     if path is not None and not path.is_file():
-        there = [one.name for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        there = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise ValueError(f"--model {text}: there is no file {module}{did_you_mean(path.name, there)}")
     # as `python -m` and `python FILE.py` do
     sys.path.insert(0, "." if path is None else str(path.absolute().parent))
@@ -35,11 +35,15 @@ def factory_named(text: str) -> Callable[..., Any]:
         raise ValueError(f"--model {text}: {error}") from error
     except (Exception, SystemExit) as error:
         raise failed(text, error) from error
-    found = getattr(imported, name, None)
-    if not callable(found):
-        functions = [one for one, value in vars(imported).items() if callable(value) and not one.startswith("_")]
+    function = getattr(imported, name, None)
+    if not callable(function):
+        functions = [
+            attribute
+            for attribute, value in vars(imported).items()
+            if callable(value) and not attribute.startswith("_")
+        ]
         raise ValueError(f"--model {text}: {module} has no function {name}{did_you_mean(name, functions)}")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def _imported(path: Path) -> ModuleType:

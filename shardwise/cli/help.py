@@ -1,4 +1,4 @@
-"""How help and errors of all commands look, and commands that are loaded when they are asked for.
+"""Help and errors of all commands, and groups that load their commands when they are asked for.
 
 Help is click's with colours on a terminal, columns that fold inside the terminal's width, and examples apart: in the
 docstring of a command the last paragraphs, from the one that begins with "Examples:", are shown as they stand, after
@@ -90,12 +90,12 @@ def _folded(term: str, width: int) -> list[str]:
 def _coloured(term: str) -> str:
     """A line of options, their names coloured; else a command."""
     if "-" in term or "|" in term:
-        return _NAMES.sub(lambda found: click.style(found[0], fg="cyan"), term)
+        return _NAMES.sub(lambda match: click.style(match[0], fg="cyan"), term)
     return click.style(term, fg="cyan")
 
 
 def _dimmed(meaning: str) -> str:
-    return _FACTS.sub(lambda found: "\n".join(click.style(one, dim=True) for one in found[0].split("\n")), meaning)
+    return _FACTS.sub(lambda match: "\n".join(click.style(line, dim=True) for line in match[0].split("\n")), meaning)
 
 
 class Context(click.Context):
@@ -123,9 +123,9 @@ class Command(click.Command):
 
 def _parts(text: str | None) -> tuple[str, str]:
     """A docstring's words, and its examples, which end it."""
-    words, _, examples = inspect.cleandoc(text or "").partition("\f")[0].partition("Examples:\n")
+    description, _, examples = inspect.cleandoc(text or "").partition("\f")[0].partition("Examples:\n")
     # \b, click's mark of a paragraph that is not to be filled
-    return words.removesuffix("\b\n").rstrip(), inspect.cleandoc("\n" + examples).replace("\b\n", "")
+    return description.removesuffix("\b\n").rstrip(), inspect.cleandoc("\n" + examples).replace("\b\n", "")
 
 
 def first_sentence(command: click.Command) -> str:
@@ -147,8 +147,8 @@ class Group(Command, click.Group):
 
     def short_helps(self, ctx: click.Context) -> Mapping[str, str]:
         """The first sentence of each command's help, by its name."""
-        found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        return {name: first_sentence(one) for name, one in found.items() if one and not one.hidden}
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        return {name: first_sentence(command) for name, command in commands.items() if command and not command.hidden}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args and self.no_args_is_help and not ctx.resilient_parsing:
@@ -174,8 +174,8 @@ class Group(Command, click.Group):
         from click.shell_completion import CompletionItem
 
         helps = self.short_helps(ctx).items()
-        found = [CompletionItem(name, help=text) for name, text in helps if name.startswith(incomplete)]
-        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+        items = [CompletionItem(name, help=text) for name, text in helps if name.startswith(incomplete)]
+        return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
 
 # a class has no name in its own body
@@ -221,8 +221,10 @@ class Commands(Group):
         return self._helps
 
     def nearest(self, ctx: click.Context, name: str) -> str:
-        groups = {one: self.get_command(ctx, one) for one in self.list_commands(ctx)}
-        deeper = [one for one, group in groups.items() if isinstance(group, click.Group) and name in group.commands]
+        groups = {command: self.get_command(ctx, command) for command in self.list_commands(ctx)}
+        deeper = [
+            command for command, group in groups.items() if isinstance(group, click.Group) and name in group.commands
+        ]
         return f": did you mean '{deeper[0]} {name}'?" if deeper else super().nearest(ctx, name)
 
     def make_context(
@@ -272,13 +274,17 @@ def _sentence(error: click.ClickException) -> str:
     """What is wrong, with the name that was meant if one is near."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     if isinstance(error, click.NoSuchOption) and context is not None:
-        known = [name for one in context.command.get_params(context) for name in (*one.opts, *one.secondary_opts)]
+        known = [
+            name
+            for parameter in context.command.get_params(context)
+            for name in (*parameter.opts, *parameter.secondary_opts)
+        ]
         return f"no such option {error.option_name!r}{did_you_mean(error.option_name, known)}"
     text = error.format_message()
     if isinstance(error, click.BadParameter) and error.param is not None and isinstance(error.param.type, click.Choice):
-        found = _NOT_ONE_OF.match(error.message)
-        if found is not None:
-            return text.rstrip(".") + did_you_mean(ast.literal_eval(found[1]), map(str, error.param.type.choices))
+        match = _NOT_ONE_OF.match(error.message)
+        if match is not None:
+            return text.rstrip(".") + did_you_mean(ast.literal_eval(match[1]), map(str, error.param.type.choices))
     return text
 
 

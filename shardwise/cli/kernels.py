@@ -108,7 +108,9 @@ def add_kernels(commands: click.Group) -> None:
         broken = _check(chosen, targets or [*TARGETS], jobs, as_json)
         if record:
             failing = {checked.group(case) for case in broken}
-            checked.record({name: found for name, found in asked.items() if name not in failing}, triton.__version__)
+            checked.record(
+                {name: promises for name, promises in asked.items() if name not in failing}, triton.__version__
+            )
         sys.exit(NO if broken else FINE)
 
     @kernels.command()
@@ -139,8 +141,8 @@ def add_kernels(commands: click.Group) -> None:
         typical, asked = [named[name] for name in TYPICAL], targets or WHOLE
         if as_json:
             tasks = [(case, target) for case in typical for target in asked]
-            found = [(*task, report) for task, report in zip(tasks, _compiled(tasks, jobs), strict=True)]
-            print_json({"triton": triton.__version__, "cases": [_report_json(*one) for one in found]})
+            reports = [(*task, report) for task, report in zip(tasks, _compiled(tasks, jobs), strict=True)]
+            print_json({"triton": triton.__version__, "cases": [_report_json(*row) for row in reports]})
         else:
             print(f"triton {triton.__version__}\n")
             _print_registers(typical, asked, jobs)
@@ -197,14 +199,14 @@ def add_kernels(commands: click.Group) -> None:
         except RuntimeError as error:
             raise click.ClickException(f"a process ended: {error}; --jobs 1 shows where") from None
         command = f"shardwise kernels run{f' --kernel {kernel!r}' * bool(kernel)}{' --all' * every}"
-        found = runs.document(ran, cut, command + " --shuffle" * shuffle, perf_counter() - begin)
+        document = runs.document(ran, cut, command + " --shuffle" * shuffle, perf_counter() - begin)
         if out is not None:
-            out.write_text(json.dumps(found, indent=1) + "\n")
+            out.write_text(json.dumps(document, indent=1) + "\n")
         unexplained = runs.unexplained(cut)
         if as_json:
-            print_json({**found, "unexplained": [vars(one) for one in unexplained]})
-            sys.exit(NO if found["wrong"] or unexplained else FINE)
-        sys.exit(_report(found, unexplained))
+            print_json({**document, "unexplained": [vars(barrier) for barrier in unexplained]})
+            sys.exit(NO if document["wrong"] or unexplained else FINE)
+        sys.exit(_report(document, unexplained))
 
     add_autotune(kernels)
 
@@ -226,12 +228,12 @@ def _compiled(tasks: Sequence[tuple[Case, str]], jobs: int) -> list[Report | str
     """What comes of each case and target, with a bar."""
     from ..perf.compile.compiled import compile_all
 
-    found: dict[int, Report | str] = {}
-    with progress("compiling", len(tasks)) as tell:
+    reports: dict[int, Report | str] = {}
+    with progress("compiling", len(tasks)) as update:
         for place, report in compile_all(tasks, jobs):
-            found[place] = report
-            tell(advance=1)
-    return [found[place] for place in range(len(tasks))]
+            reports[place] = report
+            update(advance=1)
+    return [reports[place] for place in range(len(tasks))]
 
 
 def _check(cases: Sequence[Case], targets: Sequence[str], jobs: int, as_json: bool) -> list[Case]:
@@ -244,9 +246,9 @@ def _check(cases: Sequence[Case], targets: Sequence[str], jobs: int, as_json: bo
     reports = [(*task, report) for task, report in zip(tasks, _compiled(tasks, jobs) if tasks else [], strict=True)]
     broken = broken_promises(reports)
     if as_json:
-        told = [{"case": case.name, "target": target, "broken": sentence} for case, target, sentence in broken]
-        compiled_cases = [_report_json(*one) for one in reports]
-        print_json({"triton": triton.__version__, "cases": compiled_cases, "broken": told})
+        broken_rows = [{"case": case.name, "target": target, "broken": sentence} for case, target, sentence in broken]
+        compiled_cases = [_report_json(*row) for row in reports]
+        print_json({"triton": triton.__version__, "cases": compiled_cases, "broken": broken_rows})
     if as_json or not tasks:
         return [case for case, _, _ in broken]
     _print_reports(reports)
@@ -258,20 +260,20 @@ def _check(cases: Sequence[Case], targets: Sequence[str], jobs: int, as_json: bo
 
 
 def _print_registers(cases: Sequence[Case], targets: Sequence[str], jobs: int) -> None:
-    found = _compiled([(case, target) for case in cases for target in targets], jobs)
+    compiled = _compiled([(case, target) for case in cases for target in targets], jobs)
     # the first target that has all the numbers
     main = next((place for place, target in enumerate(targets) if target.startswith("sm_9")), 0)
     spilled = f"spilled on {targets[main]}"
     columns = ["case", *targets, spilled, "shared", "barriers", "waits", "in turn", "loads", "stores"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for row, case in enumerate(cases):
-        reports = [found[row * len(targets) + place] for place in range(len(targets))]
+        reports = [compiled[row * len(targets) + place] for place in range(len(targets))]
         if isinstance(report := reports[main], str):
             print(f"| {case.name} | {report} |")
             continue
-        registers = ["-" if isinstance(one, str) else one.registers for one in reports]
+        registers = ["-" if isinstance(each, str) else each.registers for each in reports]
         numbers = [report.spills, report.shared_bytes, report.barriers, report.waits, report.long_waits]
-        wide = [_accesses(report, what, 8) for what in ("load", "store")]
+        wide = [_accesses(report, kind, 8) for kind in ("load", "store")]
         print(f"| {' | '.join(map(str, [case.name, *registers, *numbers, *wide]))} |")
 
 
@@ -280,7 +282,7 @@ def _report_json(case: Case, target: str, report: Report | str) -> dict[str, Any
     named = {"case": case.name, "target": target}
     if isinstance(report, str):
         return {**named, "error": report}
-    accesses = [[what, size, number] for (what, size), number in report.accesses.items()]
+    accesses = [[kind, size, number] for (kind, size), number in report.accesses.items()]
     return {**named, **vars(report), "accesses": accesses}
 
 
@@ -295,10 +297,10 @@ def _print_reports(reports: Sequence[tuple[Case, str, Report | str]]) -> None:
     print_table(table, drop=("stores", "loads", "in turn", "waits", "barriers"))
 
 
-def _accesses(report: Report, what: str, least: int = 1) -> str:
+def _accesses(report: Report, wanted: str, least: int = 1) -> str:
     """How many accesses of how many bytes, of `least` and more."""
     accesses = report.accesses.items()
-    sizes = sorted(((size, n) for (kind, size), n in accesses if kind == what and size >= least), reverse=True)
+    sizes = sorted(((size, n) for (kind, size), n in accesses if kind == wanted and size >= least), reverse=True)
     return " ".join(f"{n}x{size}" for size, n in sizes)
 
 
@@ -308,28 +310,28 @@ def _run(names: Sequence[str], barriers: bool, shuffle: bool, jobs: int) -> tupl
     ran: list[Outcome] = []
     cut: list[Missing] = []
     with runs.Workers(jobs) as workers:
-        with progress("executing", len(names)) as tell:
+        with progress("executing", len(names)) as update:
             for outcome in workers.outcomes([(name, None) for name in names], shuffle=1 if shuffle else None):
                 ran.append(outcome)
-                tell(advance=1, description=f"executing: {outcome.case[:60]}")
+                update(advance=1, description=f"executing: {outcome.case[:60]}")
         if barriers:
-            with progress("taking barriers out", runs.count_barriers(ran)) as tell:
+            with progress("taking barriers out", runs.count_barriers(ran)) as update:
                 for missing in runs.barriers_cut(ran, workers):
                     cut.append(missing)
-                    tell(advance=1, description=f"taking barriers out: {missing.cut.kernel[:60]}")
+                    update(advance=1, description=f"taking barriers out: {missing.cut.kernel[:60]}")
     return ran, cut
 
 
-def _report(found: dict[str, Any], unexplained: Sequence[Cut]) -> int:
+def _report(document: dict[str, Any], unexplained: Sequence[Cut]) -> int:
     """Print a line for each kernel and each fault; the status of the process."""
     table = table_of(
         "kernel",
         right=("cases", "launches", "instructions", "barriers", "faults"),
         last=("largest difference", "least of its sectors"),
     )
-    for name, entry in found["kernels"].items():
-        barriers = [said for each in entry["barriers"].values() for said in each]
-        shown = sum(said is not None for said in barriers)
+    for name, entry in document["kernels"].items():
+        barriers = [outcome for each in entry["barriers"].values() for outcome in each]
+        shown = sum(outcome is not None for outcome in barriers)
         table.add_row(
             name, *(str(entry[column]) for column in ("cases", "launches", "instructions")),
             f"{shown}/{len(barriers)}" if barriers else "", str(len(entry["faults"])),
@@ -337,17 +339,17 @@ def _report(found: dict[str, Any], unexplained: Sequence[Cut]) -> int:
             _least(entry["sector_share"]),
         )  # fmt: skip
     print_table(table, drop=("least of its sectors", "instructions", "launches"))
-    for one in unexplained:
-        print(f"{one.kernel}: nothing reports that barrier {one.barrier} of program {one.variant} is missing")
-    for sentence in found["wrong"]:
+    for cut in unexplained:
+        print(f"{cut.kernel}: nothing reports that barrier {cut.barrier} of program {cut.variant} is missing")
+    for sentence in document["wrong"]:
         print(sentence)
-    wrong = len(found["wrong"]) + len(unexplained)
-    total = f"{found['cases']} cases, {found['instructions']} instructions, {found['seconds']} s"
-    if found["barriers"]["cut"]:
-        total += f", {found['barriers']['reported']} of {found['barriers']['cut']} missing barriers reported"
+    wrong = len(document["wrong"]) + len(unexplained)
+    total = f"{document['cases']} cases, {document['instructions']} instructions, {document['seconds']} s"
+    if document["barriers"]["cut"]:
+        total += f", {document['barriers']['reported']} of {document['barriers']['cut']} missing barriers reported"
         for kind in ("redundant", "left"):
-            if found["barriers"][kind]:
-                total += f", {found['barriers'][kind]} {kind}"
+            if document["barriers"][kind]:
+                total += f", {document['barriers'][kind]} {kind}"
     print(f"{total}: {f'{wrong} things are wrong' if wrong else 'no fault, every result as close as it must be'}")
     return NO if wrong else FINE
 
@@ -355,5 +357,5 @@ def _report(found: dict[str, Any], unexplained: Sequence[Cut]) -> int:
 def _least(shares: dict[str, float]) -> str:
     if not shares:
         return ""
-    what = min(shares, key=lambda name: shares[name])
-    return f"{shares[what]:.0%} {what}"
+    kind = min(shares, key=lambda name: shares[name])
+    return f"{shares[kind]:.0%} {kind}"

@@ -72,9 +72,9 @@ def add_migrate(commands: click.Group) -> None:
         else:
             _print(report, verbose)
         for problem in report.problems:
-            _tell(f"{_seen(str(problem.path))}:{problem.place and f'{problem.place}:'} {problem.message}")
+            _print_error(f"{_seen(str(problem.path))}:{problem.place and f'{problem.place}:'} {problem.message}")
         if diff:
-            _tell(_summary(report, "to rewrite"))
+            _print_error(_summary(report, "to rewrite"))
         sys.exit(WRONG if report.problems else NO if report.counts.missing else FINE)
 
 
@@ -117,18 +117,18 @@ def _with_bar(paths: Sequence[Path]) -> Iterator[Path]:
 def _as_json(report: Report) -> dict[str, Any]:
     names = [
         {
-            "name": one.name, "status": one.status, "word": one.word,
-            "ours": one.ours or None, "hint": one.hint or None,
+            "name": finding.name, "status": finding.status, "word": finding.word,
+            "ours": finding.ours or None, "hint": finding.hint or None,
             "differences": [
                 {key: getattr(row, key) for key in ("word", "torchrec", "shardwise", "why", "link")}
-                for row in one.differences
+                for row in finding.differences
             ],
             "places": [
                 {"file": str(file), **({} if use.cell is None else {"cell": use.cell}), "line": use.line}
-                for file, use in report.places[one.name]
+                for file, use in report.places[finding.name]
             ],
         }
-        for one in report.findings
+        for finding in report.findings
     ]  # fmt: skip
     return {
         "counts": {"files": len(report.files), **asdict(report.counts)},
@@ -161,7 +161,7 @@ def _print_diff(report: Report) -> None:
             stdout.write(text)
     stdout.flush()
     if folder != working.resolve():
-        _tell(f"The files are named as in {folder}: apply it there, with `patch -p0` or `git apply -p0`.")
+        _print_error(f"The files are named as in {folder}: apply it there, with `patch -p0` or `git apply -p0`.")
 
 
 def _print_coloured(text: str) -> None:
@@ -194,8 +194,8 @@ def _names_table(report: Report, width: int, verbose: bool) -> RenderableType:
     from rich.table import Table
 
     rows = [
-        (one.word or one.status, one.name, _here(one), _where(report.places[one.name], verbose))
-        for one in report.findings
+        (finding.word or finding.status, finding.name, _here(finding), _where(report.places[finding.name], verbose))
+        for finding in report.findings
     ]
     names, here = (min(_WIDEST, max(len(row[column]) for row in rows)) for column in (1, 2))
     if len("missing") + 2 + names + 2 + here + 2 + _PLACES <= width:
@@ -216,7 +216,9 @@ def _names_table(report: Report, width: int, verbose: bool) -> RenderableType:
 def _differences_table(report: Report, verbose: bool) -> RenderableType:
     table = _two_columns()
     for row in report.differences:
-        about = dict.fromkeys(one.name.rpartition(".")[2] for one in report.findings if row in one.differences)
+        about = dict.fromkeys(
+            finding.name.rpartition(".")[2] for finding in report.findings if row in finding.differences
+        )
         text = f"{row.torchrec} ({', '.join(about)})"
         table.add_row(_text(row.word, _COLOURS[row.word]), _text(text))
         if verbose:
@@ -265,16 +267,16 @@ def _summary(report: Report, imports: str) -> str:
     )
 
 
-def _many(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number != 1)}"
+def _many(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _here(one: Finding) -> str:
-    if one.ours:
-        return one.ours
-    if one.name.endswith(".*"):
+def _here(finding: Finding) -> str:
+    if finding.ours:
+        return finding.ours
+    if finding.name.endswith(".*"):
         return "import what is used by name"
-    return one.hint or "nothing like it"
+    return finding.hint or "nothing like it"
 
 
 def _where(places: Sequence[tuple[Path, Use]], verbose: bool) -> str:
@@ -300,10 +302,10 @@ def _text(text: str, style: str = "") -> Text:
 
 
 def _seen(text: str) -> str:
-    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _UNSEEN.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def _tell(text: str) -> None:
+def _print_error(text: str) -> None:
     """A line on stderr, whole where that is a file or a pipe."""
     err = console(stderr=True)
     err.print(_text(text), soft_wrap=not err.is_terminal)

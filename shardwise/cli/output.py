@@ -1,4 +1,4 @@
-"""What the commands have in common: errors as one line, JSON, tables that fit the terminal, bars on stderr.
+"""Output of all commands: errors as one line, JSON, tables that fit the terminal, bars on stderr.
 
 A command ends with status `FINE`; with `NO` where that is its answer: things differ, a promise is broken, a check
 fails, a name is missing; with `WRONG` for arguments and files that are no good. help.py ends it with 130 after Ctrl-C.
@@ -58,8 +58,10 @@ class Finite(click.FloatRange):
 def needs_checkout(command: str) -> None:
     """Refuse a command whose rooms a wheel leaves out."""
     if not in_checkout():
-        told = f"`shardwise {command}` works on a checkout of shardwise: in its folder, `python -m shardwise {command}`"
-        raise click.UsageError(told)
+        message = (
+            f"`shardwise {command}` works on a checkout of shardwise: in its folder, `python -m shardwise {command}`"
+        )
+        raise click.UsageError(message)
 
 
 def require_writable(path: Path) -> None:
@@ -75,7 +77,7 @@ def require_writable(path: Path) -> None:
 
 
 @contextmanager
-def one_line(*kinds: type[Exception], told_as: type[click.ClickException] = Wrong) -> Iterator[None]:
+def one_line(*kinds: type[Exception], raised_as: type[click.ClickException] = Wrong) -> Iterator[None]:
     """Errors of these kinds are one line and a status, not a traceback."""
     try:
         yield
@@ -85,7 +87,7 @@ def one_line(*kinds: type[Exception], told_as: type[click.ClickException] = Wron
         if isinstance(error, OSError) and error.strerror and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
         # a library's sentence may have lines of its own
-        raise told_as("; ".join(line.strip() for line in str(text).splitlines() if line.strip())) from error
+        raise raised_as("; ".join(line.strip() for line in str(text).splitlines() if line.strip())) from error
 
 
 def print_json(data: Any) -> None:
@@ -111,17 +113,17 @@ class Writing(Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         named = []
-        for place, word in enumerate(args):
-            option, equals, file = word.partition("=")
+        for place, argument in enumerate(args):
+            option, equals, file = argument.partition("=")
             followed = equals or (place + 1 < len(args) and not args[place + 1].startswith("-"))
-            named.append(f"--out{equals}{file}" if option == "--json" and followed else word)
+            named.append(f"--out{equals}{file}" if option == "--json" and followed else argument)
         return super().parse_args(ctx, named)
 
 
-def out_option(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def out_option(contents: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`--out FILE`, the argument `out`, for a command of the class `Writing`."""
     path = click.Path(dir_okay=False, path_type=Path)
-    return click.option("--out", type=path, help=f"{what}; scripts may say --json FILE.")
+    return click.option("--out", type=path, help=f"{contents}; scripts may say --json FILE.")
 
 
 def load_torch() -> None:
@@ -224,18 +226,18 @@ def print_table(table: Table, *, drop: Sequence[str] = ()) -> None:
         click.echo(f"columns left out, for there is no room: {names}; COLUMNS=160 shows more", err=True)
 
 
-def show(what: RenderableType) -> None:
+def show(renderable: RenderableType) -> None:
     """Print what rich can without the blanks that fill it to its width."""
     out = console()
     with out.capture() as printed:
-        out.print(what)
+        out.print(renderable)
     for line in printed.get().splitlines():
         click.echo(_trimmed(line), color=out.is_terminal or None)
 
 
 def _trimmed(line: str) -> str:
     """A line without blanks at its end, which may lie before the end of a colour."""
-    return _BLANKS.sub(lambda found: found[0].replace(" ", ""), line)
+    return _BLANKS.sub(lambda match: match[0].replace(" ", ""), line)
 
 
 def _least(table: Table, shown: Console) -> int:
@@ -248,9 +250,9 @@ def _divide(table: Table, shown: Console) -> None:
     """Give what folds equal parts of what numbers leave, and less to what needs less; rich cuts numbers, too."""
     if _least(table, shown) > shown.width:
         return
-    widths = sorted(((_widest(column, shown), column) for column in table.columns), key=lambda one: one[0])
+    widths = sorted(((_widest(column, shown), column) for column in table.columns), key=lambda pair: pair[0])
     room = shown.width - 2 * len(widths) + 2 - sum(width for width, column in widths if column.no_wrap)
-    folding = [one for one in widths if not one[1].no_wrap]
+    folding = [pair for pair in widths if not pair[1].no_wrap]
     for place, (width, column) in enumerate(folding):
         column.width = min(width, room // (len(folding) - place))
         room -= column.width
@@ -290,7 +292,7 @@ def spinner(doing: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def told_warnings() -> Iterator[list[str]]:
+def warning_lines() -> Iterator[list[str]]:
     """What warns inside is a line each on stderr, once, after all of it; yields the lines, which it fills then."""
     lines: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -298,7 +300,7 @@ def told_warnings() -> Iterator[list[str]]:
         try:
             yield lines
         finally:
-            meant = (str(one.message) for one in caught if issubclass(one.category, UserWarning))
+            meant = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
             lines += dict.fromkeys(" ".join(text.split()) for text in meant)
             mark = click.style("Warning:", fg="yellow", bold=True)
             context = click.get_current_context(silent=True)

@@ -137,14 +137,14 @@ def add_perf(commands: click.Group) -> None:
         refused = comparing.refusal(before, after)
         if refused and not force:
             raise click.UsageError(f"{refused}; --force compares them all the same")
-        found = comparing.compare(before, after, at_least, iqrs, only)
+        comparison = comparing.compare(before, after, at_least, iqrs, only)
         if as_json:
-            print_json({"good": found.good, "judged": found.judged, **asdict(found)})
+            print_json({"good": comparison.good, "judged": comparison.judged, **asdict(comparison)})
         else:
-            for line in compared(found):
+            for line in compared(comparison):
                 show(line)
         # nothing was compared: these are the wrong files
-        sys.exit(NO if not found.good else FINE if found.judged else WRONG)
+        sys.exit(NO if not comparison.good else FINE if comparison.judged else WRONG)
 
     @perf.command()
     @click.argument("files", type=file, nargs=-1, required=True)
@@ -249,7 +249,7 @@ def _with_progress(cases: Sequence[Case], setting: Setting, budget: Budget) -> M
     seen = -1
     terminal = sys.stderr.isatty()
 
-    def tell(name: str, lap: int, place: int) -> None:
+    def show_lap(name: str, lap: int, place: int) -> None:
         nonlocal seen
         if terminal:
             shown(completed=place, description=f"lap {lap + 1}: {name[:40]}")
@@ -258,18 +258,18 @@ def _with_progress(cases: Sequence[Case], setting: Setting, budget: Budget) -> M
         seen = lap
 
     with progress("measuring", len(cases)) as shown:
-        return run(cases, setting, budget, tell=tell)
+        return run(cases, setting, budget, tell=show_lap)
 
 
 def _show(stored: Sequence[Stored]) -> None:
     from ..perf.suite.report import dispensable, heading, remarks, table
 
-    for one in stored:
-        show(heading(one))
+    for result in stored:
+        show(heading(result))
     print_table(table(stored), drop=dispensable(stored))
-    for one in stored:
-        for said in remarks(one):
-            show(said)
+    for result in stored:
+        for remark in remarks(result):
+            show(remark)
 
 
 def _loaded(paths: Sequence[Path]) -> list[Stored]:
@@ -323,48 +323,48 @@ def _counts(
         near = did_you_mean_of(only.pattern, names) or f"; there are: {'; '.join(names)}"
         raise ValueError(f"no step has {only.pattern!r} in its name{near}")
     alone = [step for step in STEPS if step.name in chosen]
-    found = {}
+    now = {}
     with progress("counting", len(chosen)) as shown:
         for step in alone:
             shown(description=f"counting {step.name[:40]}")
-            found[step.name] = counts_of(step)
+            now[step.name] = counts_of(step)
             shown(advance=1)
         if len(alone) < len(chosen):
-            found |= counts_of_ranks(chosen)
+            now |= counts_of_ranks(chosen)
             shown(completed=len(chosen))
     before = kept.get(here, {})
-    tell = partial(click.echo, err=as_json)
+    echo = partial(click.echo, err=as_json)
     if as_json:
-        print_json(document({here: found}))
+        print_json(document({here: now}))
     else:
-        _print_counts(before, found, parts)
+        _print_counts(before, now, parts)
     for why in missing():
-        tell(why)
+        echo(why)
     if out is not None:
-        write(out, {here: found})
-    differences = changes(before, found)
+        write(out, {here: now})
+    differences = changes(before, now)
     if update:
-        write(path, {**kept, here: {**before, **found}})
-        tell(f"{path} holds {len(found)} steps of {here}")
+        write(path, {**kept, here: {**before, **now}})
+        echo(f"{path} holds {len(now)} steps of {here}")
         return FINE
     if here not in kept:
         others = f", only of {'; '.join(sorted(kept))}" if kept else ""
-        tell(f"nothing to compare with: the baseline has no counts of {here}{others}")
+        echo(f"nothing to compare with: the baseline has no counts of {here}{others}")
         return NO if check else FINE
-    rose = [one for one in differences if one.rose]
-    for one in differences:
-        if one.rose or (one.before is None):
-            tell(str(one))
-    if any(one.fell for one in differences):
-        tell("counts fell: `shardwise perf counts --update` keeps that")
+    rose = [difference for difference in differences if difference.rose]
+    for difference in differences:
+        if difference.rose or (difference.before is None):
+            echo(str(difference))
+    if any(difference.fell for difference in differences):
+        echo("counts fell: `shardwise perf counts --update` keeps that")
     if not rose:
-        tell(f"no count rose above the baseline of {here}")
+        echo(f"no count rose above the baseline of {here}")
     return NO if rose and check else FINE
 
 
-def _print_counts(before: Found, found: Found, parts: bool) -> None:
+def _print_counts(before: Found, now: Found, parts: bool) -> None:
     table = table_of("step", "count", right=("baseline", "now", "change"))
-    for step, counts in found.items():
+    for step, counts in now.items():
         for name, count in counts.items():
             old = before.get(step, {}).get(name)
             change = "" if old is None or old.total == count.total else f"{count.total - old.total:+,}"

@@ -22,7 +22,7 @@ from .output import (
     progress,
     require_writable,
     spinner,
-    told_warnings,
+    warning_lines,
 )
 from .plan_request import (
     MOST_RANKS,
@@ -33,7 +33,7 @@ from .plan_request import (
     memory,
     optimizer,
     request_of,
-    require_said,
+    require_options,
     share,
     unusable,
 )
@@ -109,14 +109,14 @@ def add_plan(commands: click.Group) -> None:
         """
         if ctx.invoked_subcommand is not None:
             return
-        require_said(asked)
+        require_options(asked)
         _require_writable(out, html)
         limit = asked.pop("seconds")
         load_torch()
-        with told_warnings() as warned, spinner("reading") as tell, one_line(*unusable(), told_as=Wrong):
+        with warning_lines() as warned, spinner("reading") as update, one_line(*unusable(), raised_as=Wrong):
             if asked["optimizer"] is not None:
                 asked["optimizer"] = optimizer(asked["optimizer"]) or ""
-            planned = _planned(lambda: request_of(**asked), limit, as_json, tell)
+            planned = _planned(lambda: request_of(**asked), limit, as_json, update)
             _write(planned, out, html)
         _give(planned, as_json, verbose, out, None, len(warned))
 
@@ -133,20 +133,20 @@ def add_plan(commands: click.Group) -> None:
         """
         _require_writable(html)
         load_torch()
-        with told_warnings() as warned, spinner("reading") as tell, one_line(*unusable(), told_as=Wrong):
+        with warning_lines() as warned, spinner("reading") as update, one_line(*unusable(), raised_as=Wrong):
             from ..planner.plan.plan_files import is_whole, planned_from_json, read_plan
 
             read = read_plan(path)
             about = read.get("about")
-            words = about.get("explanation") if isinstance(about, dict) else None
-            if isinstance(words, str) and not is_whole(read) and not (as_json or html):
+            explanation = about.get("explanation") if isinstance(about, dict) else None
+            if isinstance(explanation, str) and not is_whole(read) and not (as_json or html):
                 from .plan_printed import print_text
 
                 # a plan that TorchRec's search made has words, and nothing to make more of
-                print_text(words)
+                print_text(explanation)
                 return
             planned = planned_from_json(read, str(path))
-            _proven(planned, tell)
+            _proven(planned, update)
             _write(planned, None, html)
         _give(planned, as_json, verbose or count is not None, None, count, len(warned))
 
@@ -158,15 +158,15 @@ def add_plan(commands: click.Group) -> None:
     def diff(a: Path, b: Path, verbose: bool, as_json: bool) -> None:
         """What changes from the plan in file A to that in file B; ends with status 1 if anything does."""
         load_torch()
-        with told_warnings(), spinner("comparing") as tell, one_line(*unusable(), told_as=Wrong):
-            found = _difference(a, b, tell)
+        with warning_lines(), spinner("comparing") as update, one_line(*unusable(), raised_as=Wrong):
+            difference = _difference(a, b, update)
         if as_json:
-            print_json(found.as_dict())
+            print_json(difference.as_dict())
         else:
             from .plan_printed import print_difference
 
-            print_difference(found, verbose)
-        sys.exit(1 if found else 0)
+            print_difference(difference, verbose)
+        sys.exit(1 if difference else 0)
 
     @plan.command()
     @click.argument("path", metavar="PLAN", type=file)
@@ -195,7 +195,7 @@ def add_plan(commands: click.Group) -> None:
         """Plan again what the file PLAN was made from, with a change, and show both."""
         _require_writable(out, html)
         load_torch()
-        with told_warnings(), spinner("reading") as tell, one_line(*unusable(), told_as=Wrong):
+        with warning_lines(), spinner("reading") as update, one_line(*unusable(), raised_as=Wrong):
             from ..planner.plan.plan_files import load_planned
             from ..planner.reports.difference import diff as difference_of
 
@@ -205,15 +205,15 @@ def add_plan(commands: click.Group) -> None:
             changes["dtypes"] = [dtype(text) for text in changes["dtypes"]]
             if changes["optimizer"] is not None:
                 changes["optimizer"] = optimizer(changes["optimizer"]) or ""
-            after = _planned(lambda: changed(request, **changes), seconds, as_json, tell)
-            found = difference_of(before, after)
+            after = _planned(lambda: changed(request, **changes), seconds, as_json, update)
+            difference = difference_of(before, after)
             _write(after, out, html)
         from .plan_printed import numbers, print_beside
 
         if as_json:
-            print_json({"before": numbers(before), "after": numbers(after), **found.as_dict()})
+            print_json({"before": numbers(before), "after": numbers(after), **difference.as_dict()})
         else:
-            print_beside(before, after, found, verbose)
+            print_beside(before, after, difference, verbose)
 
     @plan.command()
     @click.option("--world-size", type=click.IntRange(2), default=2, help="Processes.", show_default=True)
@@ -228,43 +228,43 @@ def add_plan(commands: click.Group) -> None:
 
 
 def _planned(
-    request: Callable[[], Request], seconds: float | None, as_json: bool, tell: Callable[[str], None]
+    request: Callable[[], Request], seconds: float | None, as_json: bool, update: Callable[[str], None]
 ) -> Planned:
     """The plan with its proof; what does not fit ends the process with status 1."""
     from ..planner.plan.advice import NoRoomError
     from ..planner.plan.planning import plan_or_advise, warn_of_kernels
 
-    def told(doing: str, time_ms: float, bound_ms: float) -> None:
-        tell(_doing(doing, time_ms, bound_ms))
+    def show_search(doing: str, time_ms: float, bound_ms: float) -> None:
+        update(_doing(doing, time_ms, bound_ms))
 
     asked = request()
-    tell(f"pricing {len(asked.tables):,} tables")
+    update(f"pricing {len(asked.tables):,} tables")
     try:
-        planned = plan_or_advise(asked, seconds=seconds, tell=told)
+        planned = plan_or_advise(asked, seconds=seconds, tell=show_search)
     except NoRoomError as error:
         if as_json:
             print_json(error.as_dict())
         raise click.ClickException(str(error)) from error
     warn_of_kernels(planned)
-    _proven(planned, tell)
+    _proven(planned, update)
     return planned
 
 
-def _proven(planned: Planned, tell: Callable[[str], None]) -> None:
+def _proven(planned: Planned, update: Callable[[str], None]) -> None:
     """Ask for the best bound here, where a spinner turns: it takes longer than a plan."""
     solution = planned.solution
-    tell(_doing("proving how good it is", solution.time_ms, solution.bound_ms))
+    update(_doing("proving how good it is", solution.time_ms, solution.bound_ms))
     # kept by the plan
     _ = planned.certified
 
 
-def _doing(what: str, time_ms: float, bound_ms: float) -> str:
+def _doing(phase: str, time_ms: float, bound_ms: float) -> str:
     """What the search does, with what it has: "searching: 12.48 ms, at most 1.16% above the best"."""
     from ..planner.plan.explanation import ms, share
 
     if time_ms == float("inf") or not bound_ms > 0:
-        return what
-    return f"{what}: {ms(time_ms)} ms, at most {share(time_ms / bound_ms - 1)} above the best"
+        return phase
+    return f"{phase}: {ms(time_ms)} ms, at most {share(time_ms / bound_ms - 1)} above the best"
 
 
 def _give(planned: Planned, as_json: bool, verbose: bool, path: Path | None, count: int | None, warned: int) -> None:
@@ -297,7 +297,7 @@ def _write(planned: Planned, out: Path | None, html: Path | None) -> None:
         html.write_text(report(planned), encoding="utf-8")
 
 
-def _difference(a: Path, b: Path, tell: Callable[[str], None]) -> Difference | CutDifference:
+def _difference(a: Path, b: Path, update: Callable[[str], None]) -> Difference | CutDifference:
     """Between two files: all that is known of both, or where one is without that, where shards lie."""
     from ..planner.plan.plan_files import CutDifference, is_whole, planned_from_json, read_plan
     from ..planner.reports.difference import diff
@@ -306,8 +306,8 @@ def _difference(a: Path, b: Path, tell: Callable[[str], None]) -> Difference | C
     if not (is_whole(first) and is_whole(second)):
         return CutDifference.between(first, second)
     before, after = planned_from_json(first, str(a)), planned_from_json(second, str(b))
-    for one in (before, after):
-        _proven(one, tell)
+    for planned in (before, after):
+        _proven(planned, update)
     return diff(before, after)
 
 
@@ -315,20 +315,20 @@ def _calibrate(world_size: int, device: str, seconds: float, threads: int, out: 
     from ..sharding.calibration.calibrate import calibrate
 
     require_writable(out)
-    with one_line(*unusable(), told_as=Wrong), progress("measuring") as tell:
+    with one_line(*unusable(), raised_as=Wrong), progress("measuring") as update:
         try:
-            found = calibrate(
+            constants = calibrate(
                 world_size, device, seconds=seconds, out=out, threads=threads,
-                progress=lambda done, of: tell(completed=done, total=of),
+                progress=lambda done, of: update(completed=done, total=of),
             )  # fmt: skip
         except RuntimeError as error:
             raise click.ClickException(str(error)) from error
     if as_json:
-        print_json(found.to_json())
+        print_json(constants.to_json())
         return
-    _print_constants(found.to_json())
+    _print_constants(constants.to_json())
 
 
-def _print_constants(found: Mapping[str, Any]) -> None:
-    for name, value in found.items():
+def _print_constants(constants: Mapping[str, Any]) -> None:
+    for name, value in constants.items():
         click.echo(f"{name:16}{value if isinstance(value, str) else format(value, '.4g')}")

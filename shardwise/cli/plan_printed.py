@@ -108,9 +108,9 @@ def _facts(planned: Planned, width: int) -> list[Text]:
     from ..planner.plan.alternatives import slowest_ranks
     from ..planner.plan.explanation import STRATEGIES, gib, ms, share
 
-    solution, held = planned.certified, planned.loads
+    solution, loads = planned.certified, planned.loads
     slowest = slowest_ranks(planned)[0]
-    mean, most = float(held.time_ms.mean()), float(held.time_ms.max())
+    mean, most = float(loads.time_ms.mean()), float(loads.time_ms.max())
     facts: dict[str, tuple[str, str]] = {
         "step": (f"{ms(most)} ms predicted, on the slowest rank (rank {slowest}); {ms(mean)} ms on average", "bold")
     }
@@ -177,9 +177,9 @@ def _weight(planned: Planned, name: str, rank: int) -> float:
 
 def _memories(planned: Planned) -> list[tuple[str, Any, Any]]:
     """Name, bytes held [W] and limits [W] of the memories that tables are in."""
-    held, problem = planned.loads, planned.problem
-    every = (("HBM", held.hbm, problem.hbm), ("DDR", held.ddr, problem.ddr))
-    return [one for one in every if one[1].any()]
+    loads, problem = planned.loads, planned.problem
+    every = (("HBM", loads.hbm, problem.hbm), ("DDR", loads.ddr, problem.ddr))
+    return [memory for memory in every if memory[1].any()]
 
 
 def _ranks(planned: Planned, count: int, width: int) -> list[Text]:
@@ -189,18 +189,18 @@ def _ranks(planned: Planned, count: int, width: int) -> list[Text]:
     from ..planner.plan.alternatives import pieces
     from ..planner.plan.explanation import BLOCKS, by_strategy, gib, ms
 
-    held, here = planned.loads, pieces(planned)
+    loads, here = planned.loads, pieces(planned)
     world = planned.problem.world_size
     order = list(range(world))
     cut = 0
     if world > count:
         # the slowest and the fastest, and a line for those between
-        order = sorted(order, key=lambda rank: (-held.time_ms[rank], rank))
+        order = sorted(order, key=lambda rank: (-loads.time_ms[rank], rank))
         last = max(1, (count - 1) // 3)
         cut = count - 1 - last
         order = [*order[:cut], *order[-last:]]
     memories = _memories(planned)
-    most = float(held.time_ms.max()) or 1.0
+    most = float(loads.time_ms.max()) or 1.0
     blocks = [by_strategy(planned, here[rank]) for rank in order]
     taken = 4 + 2 + 8 + 2 + 14 * len(memories) + min(24, max([len(BLOCKS), *map(len, blocks)])) + 2
     room = max(8, min(48, width - taken))
@@ -220,7 +220,7 @@ def _ranks(planned: Planned, count: int, width: int) -> list[Text]:
     legend.rstrip()
     made = [
         _Column("rank", [str(rank) for rank in order], right=True),
-        _Column("step ms", [ms(float(held.time_ms[rank])) for rank in order], right=True),
+        _Column("step ms", [ms(float(loads.time_ms[rank])) for rank in order], right=True),
         _Column("", [_filled(bar, room) for bar in bars]),
         *(
             _Column(f"{name} GiB", [gib(int(values[rank])) for rank in order], right=True)
@@ -230,7 +230,7 @@ def _ranks(planned: Planned, count: int, width: int) -> list[Text]:
     ]
     lines = _lines(made, width, over={2: legend})
     if cut:
-        between = held.time_ms[sorted(set(range(world)) - set(order))]
+        between = loads.time_ms[sorted(set(range(world)) - set(order))]
         text = f"{len(between):,} ranks between, from {ms(float(between.max()))} to {ms(float(between.min()))} ms"
         lines.insert(cut + 1, Text(f" {_dots()}  {text}", style="bright_black"))
     return lines
@@ -260,32 +260,32 @@ def _tables(planned: Planned, groups: Sequence[Sequence[Row]], count: int, width
     lines = _lines(made, width)
     rest = [row for group in groups[len(shown) :] for row in group]
     if rest:
-        work, held = sum(row.choice.work_ms for row in rest), sum(bytes_of(row.choice) for row in rest)
+        work, size = sum(row.choice.work_ms for row in rest), sum(bytes_of(row.choice) for row in rest)
         number = sum(len(row.tables) for row in rest)
-        text = f"and {counted(number, 'table')} with less work: {ms(work)} ms and {gib(held)} GiB together"
+        text = f"and {counted(number, 'table')} with less work: {ms(work)} ms and {gib(size)} GiB together"
         lines.append(Text(f"{_dots()} {text}", style="bright_black"))
     return lines
 
 
-def print_difference(found: Difference | CutDifference, verbose: bool, lines: int = LINES) -> None:
+def print_difference(difference: Difference | CutDifference, verbose: bool, lines: int = LINES) -> None:
     """What differs between two plans."""
     from ..planner.reports.difference import Difference
 
     width = columns()
-    if verbose or not found:
-        print_text(str(found))
-    elif isinstance(found, Difference):
-        _print(_differences(found, lines, width))
+    if verbose or not difference:
+        print_text(str(difference))
+    elif isinstance(difference, Difference):
+        _print(_differences(difference, lines, width))
     else:
-        names = [*found.tables]
+        names = [*difference.tables]
         shown = names if len(names) <= lines - 3 else names[: lines - 4]
-        there = [tuple(one or "is not there" for one in found.tables[name]) for name in shown]
+        there = [tuple(placement or "is not there" for placement in difference.tables[name]) for name in shown]
         made = [
             _Column("table", shown, share=3),
-            _Column("before", [one[0] for one in there], share=4),
-            _Column("after", [one[1] for one in there], share=4),
+            _Column("before", [pair[0] for pair in there], share=4),
+            _Column("after", [pair[1] for pair in there], share=4),
         ]
-        _print(_worlds(found.world_sizes))
+        _print(_worlds(difference.world_sizes))
         _print([*(_lines(made, width) if shown else ()), *_more(len(names) - len(shown), "table")])
 
 
@@ -293,52 +293,53 @@ def _worlds(sizes: tuple[int, int]) -> list[str]:
     return [] if sizes[0] == sizes[1] else [f"{sizes[0]} ranks -> {sizes[1]} ranks"]
 
 
-def _differences(found: Difference, lines: int, width: int) -> list[str | Text]:
+def _differences(difference: Difference, lines: int, width: int) -> list[str | Text]:
     from ..planner.plan.explanation import counted, ms
 
     settings = [
         _middled(f"{name}: {before or 'not said'} -> {after or 'not said'}", width)
-        for name, (before, after) in found.settings.items()
+        for name, (before, after) in difference.settings.items()
     ]
-    before, after = found.step_ms
+    before, after = difference.step_ms
     change = f" ({after / before - 1:+.1%})" if before > 0 else ""
-    bounds = " -> ".join(ms(one) for one in found.bound_ms)
-    alike = f"{counted(len(found.tables), 'table')} placed otherwise, {found.same_tables:,} alike"
+    bounds = " -> ".join(ms(bound) for bound in difference.bound_ms)
+    alike = f"{counted(len(difference.tables), 'table')} placed otherwise, {difference.same_tables:,} alike"
     above: list[str | Text] = [
         *settings[:8], *_more(len(settings) - 8, "setting"),
         f"step: {ms(before)} -> {ms(after)} ms{change}; bound: {bounds} ms", alike,
     ]  # fmt: skip
-    moved = [row for row in found.ranks if (row.before_ms, row.before_hbm) != (row.after_ms, row.after_hbm)]
-    last = [f"{counted(len(moved), 'rank')} of {len(found.ranks)} with other time or memory"]
+    moved = [row for row in difference.ranks if (row.before_ms, row.before_hbm) != (row.after_ms, row.after_hbm)]
+    last = [f"{counted(len(moved), 'rank')} of {len(difference.ranks)} with other time or memory"]
     room = max(3, lines - len(above) - len(last) - 3)
     # the largest changes first
-    order = sorted(found.tables, key=lambda one: -max(_work(one.before), _work(one.after)))
+    order = sorted(difference.tables, key=lambda row: -max(_work(row.before), _work(row.after)))
     shown = order if len(order) <= room else order[: room - 1]
     old, new = (
-        [_placement(one) for one in side] for side in ([one.before for one in shown], [one.after for one in shown])
+        [_placement(placement) for placement in side]
+        for side in ([row.before for row in shown], [row.after for row in shown])
     )
     made = [
-        _Column("table", [one.table for one in shown], share=3),
+        _Column("table", [row.table for row in shown], share=3),
         _Column("before", old, share=4, short=[*map(_abbreviated, old)]),
         _Column("after", new, share=4, short=[*map(_abbreviated, new)]),
-        _Column("work ms", [f"{ms(_work(one.before))} -> {ms(_work(one.after))}" for one in shown], right=True),
+        _Column("work ms", [f"{ms(_work(row.before))} -> {ms(_work(row.after))}" for row in shown], right=True),
     ]
     listed: list[str | Text] = ["", *_lines(made, width), *_more(len(order) - len(shown), "table"), ""] if shown else []
     return [*above, *listed, *last]
 
 
-def _work(one: Placement | None) -> float:
-    return 0.0 if one is None else one.work_ms
+def _work(placement: Placement | None) -> float:
+    return 0.0 if placement is None else placement.work_ms
 
 
-def _placement(one: Placement | None) -> str:
-    return "not there" if one is None else str(one)
+def _placement(placement: Placement | None) -> str:
+    return "not there" if placement is None else str(placement)
 
 
-def _more(number: int, what: str) -> list[str]:
+def _more(number: int, noun: str) -> list[str]:
     from ..planner.plan.explanation import counted
 
-    return [f"{_dots()} and {counted(number, what)} more: --verbose"] if number > 0 else []
+    return [f"{_dots()} and {counted(number, noun)} more: --verbose"] if number > 0 else []
 
 
 def numbers(planned: Planned) -> dict[str, Any]:
@@ -352,7 +353,7 @@ def numbers(planned: Planned) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def print_beside(before: Planned, after: Planned, found: Difference, verbose: bool) -> None:
+def print_beside(before: Planned, after: Planned, difference: Difference, verbose: bool) -> None:
     """Two plans' numbers in columns, and what differs."""
     names = {
         "ranks": "ranks", "hosts": "hosts", "batch_size": "samples of a rank", "step_ms": "step ms",
@@ -361,9 +362,9 @@ def print_beside(before: Planned, after: Planned, found: Difference, verbose: bo
     }  # fmt: skip
     old, new = numbers(before), numbers(after)
     lines = [f"{'':26}{'before':>14}{'after':>14}"]
-    lines += [f"{told:26}{_number(name, old):>14}{_number(name, new):>14}" for name, told in names.items()]
+    lines += [f"{label:26}{_number(name, old):>14}{_number(name, new):>14}" for name, label in names.items()]
     _print([*lines, ""])
-    print_difference(found, verbose, LINES - len(lines) - 1)
+    print_difference(difference, verbose, LINES - len(lines) - 1)
 
 
 def _number(name: str, of: Mapping[str, Any]) -> str:
@@ -402,7 +403,7 @@ def _lines(made: Sequence[_Column], width: int, over: Mapping[int, Text] | None 
 
 
 def _widths(heads: Sequence[Text], texts: Sequence[Sequence[Text]]) -> list[int]:
-    return [max(one.cell_len for one in (head, *cells)) for head, cells in zip(heads, texts, strict=True)]
+    return [max(cell.cell_len for cell in (head, *cells)) for head, cells in zip(heads, texts, strict=True)]
 
 
 def _abbreviated(placed: str) -> str:

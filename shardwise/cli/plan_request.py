@@ -1,4 +1,4 @@
-"""What the options of `shardwise plan` say, read: sizes, shares, dtypes, cards; the request that they make; models."""
+"""Options of `shardwise plan` parsed into its request: sizes, shares, dtypes, cards, models."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ MOST_RANKS, MOST_SAMPLES = 2**14, 2**31
 
 def size(text: str) -> int:
     """Bytes: of "80GiB" (1024^3 each), "80GB" (10^9 each), "85899345920"."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or found[2].lower() not in _UNITS:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2].lower() not in _UNITS:
         raise click.BadParameter(f"{text!r} is no size: write 80GiB (of 1024^3 bytes), 80GB (of 10^9), or bytes")
-    number = float(found[1]) * _UNITS[found[2].lower()]
+    number = float(match[1]) * _UNITS[match[2].lower()]
     if number > _MOST_BYTES:
         raise click.BadParameter(f"{text!r} is more than any machine has: {_MOST_BYTES >> 40:,} TiB at most")
     return round(number)
@@ -49,10 +49,10 @@ def size(text: str) -> int:
 
 def memory(text: str) -> int:
     """As `size`, and more than nothing."""
-    found = size(text)
-    if not found:
+    number = size(text)
+    if not number:
         raise click.BadParameter(f"{text!r} leaves no room for tables: write 80GiB")
-    return found
+    return number
 
 
 def share(text: str) -> float | int:
@@ -159,15 +159,15 @@ def tables_of(
         except (Exception, SystemExit) as error:
             more = "; a model is made on the meta device here, where tensors have no values" * _wants_values(error)
             raise ValueError(f"{failed(factory, error)}{more}") from error
-    for path, one in module.named_modules():
-        if isinstance(one, QuantizedCollection):
+    for path, submodule in module.named_modules():
+        if isinstance(submodule, QuantizedCollection):
             raise ValueError(
-                f"--model {factory}: module {path or 'itself'!r} is quantized ({type(one).__name__}):"
+                f"--model {factory}: module {path or 'itself'!r} is quantized ({type(submodule).__name__}):"
                 " plan places tables that train"
             )
     replicable = [name for name, rule in rules.items() if "data_parallel" in (rule.sharding_types or ())]
-    found = tables_of_model(module, get_default_sharders(), device, replicable)
-    if not found.tables:
+    model_tables = tables_of_model(module, get_default_sharders(), device, replicable)
+    if not model_tables.tables:
         raise ValueError(
             f"--model {factory}: {type(module).__name__} has no tables: none of its modules is an"
             " EmbeddingBagCollection, an EmbeddingCollection, or another that sharders know"
@@ -175,12 +175,12 @@ def tables_of(
     names = [field.name for field in fields(Table)]
     tables: list[Table] = []
     offered: dict[str, tuple[str, ...]] = {}
-    for one in found.tables:
-        plain = Table(**{name: getattr(one, name) for name in names})
-        says = optimizer_of(found.parameters[one.path]) is not None
-        tables.append(plain if says or optimizer is None else replace(plain, optimizer=optimizer or None))
-        kinds = tuple(dict.fromkeys(kind for kind, _ in one.ways))
-        offered[one.name] = tuple(kind for kind in offered.get(one.name, kinds) if kind in kinds)
+    for table in model_tables.tables:
+        plain = Table(**{name: getattr(table, name) for name in names})
+        in_backward = optimizer_of(model_tables.parameters[table.path]) is not None
+        tables.append(plain if in_backward or optimizer is None else replace(plain, optimizer=optimizer or None))
+        kinds = tuple(dict.fromkeys(kind for kind, _ in table.ways))
+        offered[table.name] = tuple(kind for kind in offered.get(table.name, kinds) if kind in kinds)
     return Model(tuple(tables), offered)
 
 
@@ -210,14 +210,16 @@ def _needed(function: Callable[..., Any]) -> str:
     except ValueError:
         return ""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return ", ".join(one.name for one in every if one.default is one.empty and one.kind not in variadic)
+    return ", ".join(
+        parameter.name for parameter in every if parameter.default is parameter.empty and parameter.kind not in variadic
+    )
 
 
 def _wants_values(error: BaseException) -> bool:
     return isinstance(error, (NotImplementedError, RuntimeError)) and "meta" in str(error)
 
 
-def require_said(asked: Mapping[str, Any]) -> None:
+def require_options(asked: Mapping[str, Any]) -> None:
     """Refuse options that contradict each other or leave out what a plan needs, before anything heavy is imported."""
     tables, model, world_size, hosts = (asked[name] for name in ("tables", "model", "world_size", "hosts"))
     device, hbm, card = asked["device"], asked["hbm"], asked["card"]
@@ -255,7 +257,7 @@ def request_of(
     constants: Path | None,
     reserve: float | int,
 ) -> Request:
-    """What the arguments ask for, which `require_said` has looked at; `optimizer` is "" for none, None if not given."""
+    """What the arguments ask for, checked by `require_options`; `optimizer` is "" for none, None if not given."""
     from ..planner.constants_measured import Constants
     from ..planner.constraints import ParameterConstraints, check_settings_of, constraint_of
     from ..planner.cost.model import cost_model
@@ -263,38 +265,40 @@ def request_of(
     from ..planner.plan.planned import Request
 
     rules = {} if constraints is None else read_constraints(constraints)
-    said = len(rules)
+    constrained = len(rules)
     topology, reserved = _topology(device, world_size, hosts, hbm, ddr, card, reserve)
     measured = None if constants is None else Constants.load(constants)
     offered: Mapping[str, tuple[str, ...]] = {}
     if model is None:
         assert tables is not None
         default = "RowWiseAdagrad" if optimizer is None else optimizer
-        every = [replace(one, optimizer=one.optimizer or default or None) for one in read_tables(tables)]
+        every = [replace(table, optimizer=table.optimizer or default or None) for table in read_tables(tables)]
         assumed = f"{default or 'none'} where tables do not say another"
     else:
-        found = tables_of(model, device, rules, optimizer)
-        every, offered = [*found.tables], found.offered
+        model_tables = tables_of(model, device, rules, optimizer)
+        every, offered = [*model_tables.tables], model_tables.offered
         assumed = (
             f"{'SGD' if optimizer is None else optimizer or 'none'} where the model has none in a table's backward"
         )
     check_settings_of(rules, every, device)
     pricing = cost_model(cost, topology, batch_size, constants=measured, constraints=rules)
-    for one in every:
-        rule = constraint_of(rules, one.name)
-        if one.name in offered and {way.sharding_type for way in pricing.ways(one, rule)} - set(offered[one.name]):
+    for table in every:
+        rule = constraint_of(rules, table.name)
+        if table.name in offered and {way.sharding_type for way in pricing.ways(table, rule)} - set(
+            offered[table.name]
+        ):
             # what its module leaves out is said in the plan, so that whatif leaves it out too
-            kinds = [*offered[one.name]]
-            rules[one.name] = replace(rule or ParameterConstraints(), sharding_types=kinds)
+            kinds = [*offered[table.name]]
+            rules[table.name] = replace(rule or ParameterConstraints(), sharding_types=kinds)
     settings = {
         "tables": str(tables or model),
-        "reservation": _told_share(reserve) if device == "cuda" else "none",
+        "reservation": _share_text(reserve) if device == "cuda" else "none",
         "optimizer": assumed,
     }
     if constraints is not None:
-        settings["constraints"] = f"{constraints}, for {said} tables"
-    if told := _source(pricing, constants):
-        settings["constants"] = told
+        settings["constraints"] = f"{constraints}, for {constrained} tables"
+    if source := _source(pricing, constants):
+        settings["constants"] = source
     return Request(tuple(every), topology, batch_size, pricing, rules, reserved, settings)
 
 
@@ -317,38 +321,38 @@ def changed(
     """
     from ..planner.plan import whatif
 
-    old, told = request.topology, []
+    old, descriptions = request.topology, []
     if world_size is not None or hosts is not None:
         world = world_size or old.world_size
         if hosts is not None and world % hosts:
             wrong(f"{world} ranks do not divide among {hosts} hosts")
         request = whatif.with_world(request, world, local_world_size=None if hosts is None else world // hosts)
-        told.append(f"{world} ranks on {request.topology.hosts} hosts")
+        descriptions.append(f"{world} ranks on {request.topology.hosts} hosts")
     for data_type, name in dtypes:
         request = whatif.with_data_type(request, data_type, names=None if name is None else [name])
-        told.append(f"{data_type.value.lower()} for {name or 'all tables'}")
+        descriptions.append(f"{data_type.value.lower()} for {name or 'all tables'}")
     if optimizer is not None:
         request = whatif.with_optimizer(request, optimizer or None)
-        told.append(f"optimizer {optimizer or 'none'}")
+        descriptions.append(f"optimizer {optimizer or 'none'}")
     if old.compute_device == "cpu" and (card is not None or hbm is not None):
         wrong("--hbm and --card are of GPUs, and this plan is for cpu: give --ddr")
     if card is not None:
         request = whatif.with_card(request, card)
-        told.append(f"cards {card}")
+        descriptions.append(f"cards {card}")
     changes: tuple[tuple[str, int | None, Callable[[Request, int], Request]], ...] = (
         ("HBM", hbm, whatif.with_hbm),
         ("DDR", ddr, whatif.with_ddr),
     )
-    for what, given, change in changes:
+    for kind, given, change in changes:
         if given is not None:
             request = change(request, given)
-            told.append(f"{given / 2**30:.4g} GiB {what}")
+            descriptions.append(f"{given / 2**30:.4g} GiB {kind}")
     if batch_size is not None:
         request = whatif.with_batch_size(request, batch_size)
-        told.append(f"batches of {batch_size}")
-    if not told:
+        descriptions.append(f"batches of {batch_size}")
+    if not descriptions:
         wrong("say what changes: --world-size, --hosts, --dtype, --optimizer, --card, --hbm, --ddr or --batch-size")
-    settings = {**request.settings, "what if": ", ".join(told)}
+    settings = {**request.settings, "what if": ", ".join(descriptions)}
     if "constants" in settings and card is not None:
         settings["constants"] = _source(request.cost, None)
     return replace(request, settings=settings)
@@ -373,15 +377,15 @@ def _topology(
     from ..planner.topology import Topology
 
     whole = Topology(world, device, hbm, ddr, local_world_size=world // hosts, card=card)
-    kept = tuple(round(one * reserve) if isinstance(reserve, float) else reserve for one in whole.hbm)
+    kept = tuple(round(available * reserve) if isinstance(reserve, float) else reserve for available in whole.hbm)
     if device == "cpu" or not any(kept):
         return whole, ()
-    left = [one - less for one, less in zip(whole.hbm, kept, strict=True)]
+    left = [available - less for available, less in zip(whole.hbm, kept, strict=True)]
     if min(left) < 0:
-        wrong(f"--reserve {_told_share(reserve)} is more than the {min(whole.hbm) / 2**30:.4g} GiB of a GPU")
+        wrong(f"--reserve {_share_text(reserve)} is more than the {min(whole.hbm) / 2**30:.4g} GiB of a GPU")
     return resized_topology(whole, hbm=left), kept
 
 
-def _told_share(reserve: float | int) -> str:
-    told = f"{100 * reserve:.4g} %" if isinstance(reserve, float) else f"{reserve / 2**30:.4g} GiB"
-    return f"{told} of each GPU's memory"
+def _share_text(reserve: float | int) -> str:
+    text = f"{100 * reserve:.4g} %" if isinstance(reserve, float) else f"{reserve / 2**30:.4g} GiB"
+    return f"{text} of each GPU's memory"

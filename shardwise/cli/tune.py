@@ -77,10 +77,10 @@ def add_autotune(kernels: click.Group) -> None:
 
 
 def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip())
-    if found is None or found[2] not in _UNITS or float(found[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip())
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise click.BadParameter(f"{text!r} is no time: write 300s or 5m", param_hint="--budget")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def _numbers(option: str, text: str | None) -> list[int]:
@@ -95,13 +95,13 @@ def _dtypes(text: str | None, device: str) -> list[str]:
 
     if text is None:
         return ["fp32"] if device == "cpu" else ["fp32", "fp16", "int8"]
-    found = [part.strip() for part in text.split(",")]
+    names = [part.strip() for part in text.split(",")]
     known = [*FLOATS] if device == "cpu" else [*FLOATS, *FORMATS]
-    for name in found:
+    for name in names:
         if name not in known:
             near = did_you_mean(name, known) or f": expected one of {', '.join(known)}"
             raise click.BadParameter(f"unknown dtype {name!r}{near}", param_hint="--dtypes")
-    return found
+    return names
 
 
 def _workloads(
@@ -157,11 +157,11 @@ def _tune_kernels(
     file = _file(out, *configs.identity(place), small)
     jobs = [tuner_inputs.fitted_job(job, device) for job in jobs]
     repeats, rounds = (1, 1) if small else (20, ROUNDS)
-    with _tuning(len(jobs)) as tell:
-        found = tune_all(
-            jobs, device, file=file, repeats=repeats, rounds=rounds, seconds=seconds, again=again, tell=tell
+    with _tuning(len(jobs)) as update:
+        results = tune_all(
+            jobs, device, file=file, repeats=repeats, rounds=rounds, seconds=seconds, again=again, tell=update
         )
-        _report(found, file, as_json)
+        _report(results, file, as_json)
 
 
 def _tune_cpu(
@@ -183,7 +183,7 @@ def _tune_cpu(
 
     file = None if dry_run else _file(out, configs.cpu_name(), "cpu", small)
     # which settings there are is seen from what calls look up
-    shapes = tuner_cpu.shapes_of([tiny(one) for one in workloads] if dry_run else workloads, dtypes)
+    shapes = tuner_cpu.shapes_of([tiny(workload) for workload in workloads] if dry_run else workloads, dtypes)
     known = tuner_cpu.settings_of(shapes)
     chosen = {name: value for name, (value, _) in known.items() if kernel in name}
     if not chosen:
@@ -201,14 +201,16 @@ def _tune_cpu(
             f"{len(chosen)} settings for {threads} threads, {turns} turns of each value; larger calls may have more"
         )
         return
-    with _tuning(len(chosen)) as tell:
-        found = tuner_cpu.tune_all(known, [*chosen], file=file, turns=turns, seconds=seconds, again=again, tell=tell)
-        _report(found, file, as_json)
+    with _tuning(len(chosen)) as update:
+        results = tuner_cpu.tune_all(
+            known, [*chosen], file=file, turns=turns, seconds=seconds, again=again, tell=update
+        )
+        _report(results, file, as_json)
 
 
 def _list_jobs(jobs: list[Job], as_json: bool) -> None:
     from ..perf.tune.candidates import candidates
-    from ..perf.tune.tuner import SECONDS_A_CANDIDATE, told
+    from ..perf.tune.tuner import SECONDS_A_CANDIDATE, text_of
 
     if as_json:
         tries = [(job, candidates(job.key.kernel, job.key.dtype, job.key.dim)) for job in jobs]
@@ -218,7 +220,7 @@ def _list_jobs(jobs: list[Job], as_json: bool) -> None:
     for job in jobs:
         tried = candidates(job.key.kernel, job.key.dtype, job.key.dim)
         count += 1 + len(tried)
-        click.echo(f"{job}: heuristic against {'; '.join(map(told, tried)) or 'nothing'}")
+        click.echo(f"{job}: heuristic against {'; '.join(map(text_of, tried)) or 'nothing'}")
     click.echo(f"{len(jobs)} entries, {count} configs, about {count * SECONDS_A_CANDIDATE / 60:.0f} minutes")
 
 
@@ -241,12 +243,12 @@ def _file(out: Path | None, device: str, architecture: str, small: bool) -> File
 @contextmanager
 def _tuning(total: int) -> Iterator[Callable[[int, str], None]]:
     with progress("tuning", total) as shown:
-        yield lambda done, what: shown(completed=done, description=what or "tuned")
+        yield lambda done, doing: shown(completed=done, description=doing or "tuned")
 
 
 def _report(results: Iterable[Found], file: File | None, as_json: bool) -> None:
     """Print what is found, also of a run that is interrupted, and where it went."""
-    from ..perf.tune.tuner import told
+    from ..perf.tune.tuner import text_of
 
     table = table_of("entry", right=("default us", "best us", "ratio"), last=("config",))
     dropped: list[str] = []
@@ -254,14 +256,20 @@ def _report(results: Iterable[Found], file: File | None, as_json: bool) -> None:
     failed = 0
     ended = "the budget or the list"
     try:
-        for one in results:
-            dropped += one.dropped
-            entries.append({**vars(one), "failed": one.failed, "ratio": one.ratio})
-            if one.failed:
+        for result in results:
+            dropped += result.dropped
+            entries.append({**vars(result), "failed": result.failed, "ratio": result.ratio})
+            if result.failed:
                 failed += 1
-                table.add_row(one.what, "failed")
+                table.add_row(result.what, "failed")
                 continue
-            table.add_row(one.what, f"{one.default_us:.1f}", f"{one.best_us:.1f}", f"{one.ratio:.2f}", told(one.config))
+            table.add_row(
+                result.what,
+                f"{result.default_us:.1f}",
+                f"{result.best_us:.1f}",
+                f"{result.ratio:.2f}",
+                text_of(result.config),
+            )
     except KeyboardInterrupt:
         ended = "Ctrl-C"
     if as_json:
@@ -271,7 +279,7 @@ def _report(results: Iterable[Found], file: File | None, as_json: bool) -> None:
     for sentence in dropped:
         click.echo(sentence, err=as_json)
     where = "nothing is kept of a proof: give --out" if file is None else f"written to {file.path}"
-    told_failed = f", {failed} failed" * (failed > 0)
-    click.echo(f"{table.row_count - failed} entries until {ended} ended{told_failed}; {where}", err=as_json)
+    failed_text = f", {failed} failed" * (failed > 0)
+    click.echo(f"{table.row_count - failed} entries until {ended} ended{failed_text}; {where}", err=as_json)
     if failed and failed == table.row_count:
         sys.exit(NO)

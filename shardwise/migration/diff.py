@@ -1,4 +1,4 @@
-"""What a rewrite changes, as a unified diff for `patch -p0` and `git apply -p0`: bytes, in the file's own encoding."""
+"""Unified diffs of rewrites, for `patch -p0` and `git apply -p0`: bytes, in the file's own encoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where shardwise behaves otherwise than TorchRec: the rows of docs/differences.md, read from differences.json.
+"""Differences of behaviour to TorchRec: the rows of docs/differences.md, read from differences.json.
 
 The page is printed from them by `python docs/differences.py`; a test compares.
 """

@@ -1,4 +1,4 @@
-"""What to say of a name of TorchRec's that we lack: why, and what of ours is nearest."""
+"""Hints for names of TorchRec's that we lack: why, and what of ours is nearest."""
 
 from __future__ import annotations
 
@@ -81,17 +81,21 @@ OPS: Mapping[str, str] = {
     _QUANTIZED: "int_nbit_split_embedding* pruned_hashmap* pruned_array*",
     _TABLES: "split_embedding* dense_embedding* ssd_embedding* linearize_cache* lru_cache* lfu_cache*",
 }
-_EXACT = {op: ours for ours, ops in OPS.items() for op in ops.split() if not op.endswith("*")}
-_BEGINNINGS = {op[:-1]: ours for ours, ops in OPS.items() for op in ops.split() if op.endswith("*")}
+_EXACT = {op: replacement for replacement, ops in OPS.items() for op in ops.split() if not op.endswith("*")}
+_BEGINNINGS = {op[:-1]: replacement for replacement, ops in OPS.items() for op in ops.split() if op.endswith("*")}
 _OTHERS = "ops of ours are functions of shardwise.kernels"
 
 
 def op_hint(op: str) -> str:
     """What to use in place of `torch.ops.fbgemm.<op>`."""
-    ours = _EXACT.get(op) or next((ours for begin, ours in _BEGINNINGS.items() if op.startswith(begin)), None)
-    if ours is None:
+    replacement = _EXACT.get(op) or next(
+        (replacement for begin, replacement in _BEGINNINGS.items() if op.startswith(begin)), None
+    )
+    if replacement is None:
         return f"nothing of ours does the same; {_OTHERS}"
-    return f"use {ours}" + (", whose arguments are its own" if ours.startswith("shardwise.kernels") else "")
+    return f"use {replacement}" + (
+        ", whose arguments are its own" if replacement.startswith("shardwise.kernels") else ""
+    )
 
 
 def advice(name: str) -> str:
@@ -99,14 +103,14 @@ def advice(name: str) -> str:
     parts = name.split(".")
     if parts[:3] == ["torch", "ops", "fbgemm"] and parts[3:]:
         return f"torch.ops.fbgemm.{parts[3]} is not served; {op_hint(parts[3])}"
-    said = [f"shardwise has no counterpart of {name}"]
+    clauses = [f"shardwise has no counterpart of {name}"]
     reason = next((HINTS[key] for end in range(len(parts), 0, -1) if (key := ".".join(parts[:end])) in HINTS), None)
     if reason is not None:
-        said.append(reason)
+        clauses.append(reason)
     near = nearest(name)
     if near:
-        said.append(f"nearest: {', '.join(near)}")
-    return "; ".join(said)
+        clauses.append(f"nearest: {', '.join(near)}")
+    return "; ".join(clauses)
 
 
 def nearest(name: str, *, most: int = 3) -> list[str]:
@@ -115,11 +119,11 @@ def nearest(name: str, *, most: int = 3) -> list[str]:
     tables = {**TABLE, **FBGEMM}
     homes: dict[str, list[str]] = {}
     for path, names in tables.items():
-        for one in (*names, path.rpartition(".")[2]):
-            homes.setdefault(one, []).append(path if one not in names else f"{path}.{one}")
+        for candidate in (*names, path.rpartition(".")[2]):
+            homes.setdefault(candidate, []).append(path if candidate not in names else f"{path}.{candidate}")
     alike = get_close_matches(last, homes, n=most, cutoff=0.75)
-    found = [max(homes[one], key=lambda home: _shared(home, module)) for one in alike]
-    return list(dict.fromkeys(found))
+    likely = [max(homes[candidate], key=lambda home: _shared(home, module)) for candidate in alike]
+    return list(dict.fromkeys(likely))
 
 
 def _shared(home: str, module: str) -> int:

@@ -292,11 +292,11 @@ class _Rewriting:
 
 def _part(alias: Alias) -> _Part:
     assert alias.node is not None
-    binds, theirs = _binds(alias), alias.module.split(".")[0] != "shardwise"
+    binds, foreign = _binds(alias), alias.module.split(".")[0] != "shardwise"
     if alias.taken:
-        return _Part(home_of(alias.module, alias.taken[0]) if theirs else alias.module, alias.taken[0], binds)
+        return _Part(home_of(alias.module, alias.taken[0]) if foreign else alias.module, alias.taken[0], binds)
     # `import torchrec.distributed` binds torchrec, whatever it names
-    if alias.node.asname or not theirs:
+    if alias.node.asname or not foreign:
         return _Part(f"{mirrored(alias.module)} as {binds}", "", binds)
     return _Part(f"{MIRROR} as {binds}", "", binds)
 
@@ -331,7 +331,7 @@ def _agreeing(run: Sequence[_Line], others: set[str]) -> Iterator[list[_Line]]:
     for line in run:
         for part in line.parts:
             meanings.setdefault(part.binds, set()).add((part.home, part.name))
-    unclear = {name for name, found in meanings.items() if len(found) > 1} | (meanings.keys() & others)
+    unclear = {name for name, homes in meanings.items() if len(homes) > 1} | (meanings.keys() & others)
     together = []
     for line in run:
         if unclear.isdisjoint(part.binds for part in line.parts):
@@ -361,7 +361,7 @@ def _as_isort(part: _Part) -> tuple[int, list[tuple[int, int, str]], str]:
     """Constants, classes, the rest; in each by letters whatever their case, with numbers by value."""
     kind = 0 if part.name.isupper() and len(part.name) > 1 else 1 if part.name[:1].isupper() else 2
     pieces = re.split(r"(\d+)", part.name.lower())
-    return kind, [(0, int(one), "") if one.isdigit() else (1, 0, one) for one in pieces], part.written
+    return kind, [(0, int(piece), "") if piece.isdigit() else (1, 0, piece) for piece in pieces], part.written
 
 
 def _from(home: str, names: Sequence[str], indent: str, newline: str, deeper: str) -> str:

@@ -42,9 +42,9 @@ def install() -> None:
             f"the real torchrec is already imported ({real[0]}): call shardwise.torchrec.install() before the first"
             " import of it"
         )
-    serve("torchrec", theirs="torchrec")
+    serve("torchrec", original="torchrec")
     if "fbgemm_gpu" not in sys.modules and real_fbgemm() is None:
-        serve("fbgemm_gpu", theirs="fbgemm_gpu")
+        serve("fbgemm_gpu", original="fbgemm_gpu")
     hint_at_ops()
 
 
@@ -89,9 +89,9 @@ def leave_ops_alone() -> None:
         torch.ops.fbgemm.__class__ = _OpNamespace
 
 
-def serve(root: str, *, theirs: str) -> None:
-    """Answer imports of `root` and what is below it with what the tables have of `theirs`."""
-    Finder.roots[root] = theirs
+def serve(root: str, *, original: str) -> None:
+    """Answer imports of `root` and what is below it with what the tables have of `original`."""
+    Finder.roots[root] = original
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
 
@@ -104,8 +104,8 @@ def real_fbgemm() -> ModuleSpec | None:
 def resolve(path: str, name: str, *, served_as: str) -> object:
     """What their module `path` calls `name`: ours, or a module of the tables; AttributeError if it is neither."""
     if name in _NAMES.get(path, {}):
-        home, _, ours = _NAMES[path][name].partition(":")
-        return getattr(import_module(home), ours)
+        home, _, attribute = _NAMES[path][name].partition(":")
+        return getattr(import_module(home), attribute)
     if f"{path}.{name}" in MODULES:
         return import_module(f"{served_as}.{name}")
     raise AttributeError(advice(f"{path}.{name}"))
@@ -149,18 +149,18 @@ class Finder(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """A mirror's spec; None for modules of others."""
-        theirs = self._theirs(fullname)
-        if theirs is None:
+        original = self._original_name(fullname)
+        if original is None:
             return None
-        if theirs not in MODULES:
+        if original not in MODULES:
             # raised here and without a name, or `from module import name` says it in other words
-            raise ModuleNotFoundError(advice(theirs))
+            raise ModuleNotFoundError(advice(original))
         return ModuleSpec(fullname, self, origin=__file__, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The mirror; its names are not loaded yet."""
         module = Mirror(spec.name)
-        module.path = self._theirs(spec.name) or spec.name
+        module.path = self._original_name(spec.name) or spec.name
         module.__doc__ = f"What shardwise has of {module.path}."
         # for `from module import *`
         module.__all__ = sorted(_NAMES.get(module.path, {}))
@@ -171,10 +171,10 @@ class Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Nothing to run: names are looked up at first use."""
 
-    def _theirs(self, fullname: str) -> str | None:
-        for root, theirs in self.roots.items():
+    def _original_name(self, fullname: str) -> str | None:
+        for root, original in self.roots.items():
             if fullname == root or fullname.startswith(f"{root}."):
-                return theirs + fullname[len(root) :]
+                return original + fullname[len(root) :]
         return None
 
 

@@ -1,4 +1,4 @@
-"""What we have of each name of TorchRec: where ours is, how it differs, or the nearest thing. For `shardwise migrate`.
+"""Findings on names of TorchRec: where ours is, how it differs, or the nearest thing. For `shardwise migrate`.
 
 A *name* is a module of TorchRec and what is taken from it, as `torchrec.distributed.types.ShardingType`. A program that
 was rewritten has the same names below `shardwise.torchrec`.
@@ -63,14 +63,14 @@ def finding(name: str) -> Finding:
         if mirrored(name) == name:
             return Finding(name, "missing", hint="import what is used of it by name")
         return Finding(name, "works", ours=mirrored(name))
-    ours = _NAMES[module][last].replace(":", ".")
+    shardwise_name = _NAMES[module][last].replace(":", ".")
     if home_of(module, last) == module:
-        return Finding(name, "missing", hint=f"ours is {ours}")
+        return Finding(name, "missing", hint=f"ours is {shardwise_name}")
     if _in_facade(module, last):
-        ours = f"shardwise.{last}"
+        shardwise_name = f"shardwise.{last}"
     called = f"quant.{last}" if name.startswith("torchrec.quant.") else last
     rows = differences_of(called)
-    return Finding(name, "differs" if rows else "works", ours=ours, differences=rows)
+    return Finding(name, "differs" if rows else "works", ours=shardwise_name, differences=rows)
 
 
 def is_module(name: str) -> bool:
@@ -112,9 +112,9 @@ def home_of(module: str, name: str) -> str:
         return mirrored(module)
     if _in_facade(module, name):
         return "shardwise"
-    home, _, ours = _NAMES[module][name].partition(":")
+    home, _, attribute = _NAMES[module][name].partition(":")
     # FBGEMM's modules are not served below `shardwise`
-    return home if module in FBGEMM and ours == name else mirrored(module)
+    return home if module in FBGEMM and attribute == name else mirrored(module)
 
 
 def mirrored(module: str) -> str:

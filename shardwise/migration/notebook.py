@@ -121,18 +121,18 @@ def _read_cells(cells: Sequence[tuple[_Cell, str]], uses: list[Use], changed: di
         body += encoded + b"\n"
         # as the parser counts them
         lines.append(lines[-1] + len(re.findall(rb"\r\n?|\n", encoded + b"\n")))
-    found = read_body(body, starts)
-    for use in found.uses:
+    program = read_body(body, starts)
+    for use in program.uses:
         at = bisect_left(lines, use.line) - 1
         uses.append(replace(use, line=use.line - lines[at], cell=cells[at][0].number))
     of_cell: dict[int, list[Edit]] = {}
-    for start, end, new in found.edits:
+    for start, end, new in program.edits:
         at = bisect_right(starts, start) - 1
         of_cell.setdefault(at, []).append((start - starts[at], end - starts[at], new))
     for at, some in of_cell.items():
         cell = cells[at][0]
         changed[cell.number] = edited(cell.text.encode(), some).decode()
-    return found.imports
+    return program.imports
 
 
 def _plain(cell: _Cell) -> str:
@@ -141,12 +141,12 @@ def _plain(cell: _Cell) -> str:
     goes_on = False
     inside = _Inside()
     for line in cell.text.split("\n"):
-        found = None if inside else _STATEMENT.match(line) or _ASSIGNED.match(line)
+        match = None if inside else _STATEMENT.match(line) or _ASSIGNED.match(line)
         if goes_on:
             lines.append("#" * len(line.encode()))
-        elif found:
+        elif match:
             # IPython takes the indent of the first line from all
-            lines.append(_without_magic(line, found.end() if any(map(str.strip, lines)) else 0))
+            lines.append(_without_magic(line, match.end() if any(map(str.strip, lines)) else 0))
         else:
             lines.append(line)
             inside.read(line)

@@ -1,4 +1,4 @@
-"""What programs take from TorchRec: read, and counted by file and overall."""
+"""The report of `shardwise migrate`: what programs take from TorchRec, read and counted by file and overall."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ class Report:
     @cached_property
     def places(self) -> Mapping[str, Sequence[tuple[Path, Use]]]:
         """Where each name stands."""
-        found: dict[str, list[tuple[Path, Use]]] = {}
+        places: dict[str, list[tuple[Path, Use]]] = {}
         for file in self.files:
             for use in file.program.uses:
-                found.setdefault(use.name, []).append((file.path, use))
-        return found
+                places.setdefault(use.name, []).append((file.path, use))
+        return places
 
     @cached_property
     def findings(self) -> Sequence[Finding]:
@@ -93,7 +93,7 @@ class Report:
     @cached_property
     def differences(self) -> Sequence[Difference]:
         """What is said of them, the gravest first."""
-        rows = dict.fromkeys(row for found in self.findings for row in found.differences)
+        rows = dict.fromkeys(row for entry in self.findings for row in entry.differences)
         return sorted(rows, key=lambda row: [*WORDS].index(row.word))
 
     @cached_property
@@ -142,15 +142,15 @@ def programs(paths: Iterable[Path], problems: list[Problem]) -> Iterator[Path]:
     """
     seen: set[str] = set()
     for path in paths:
-        found = 0
+        number = 0
         for file in _below(path, problems) if path.is_dir() else [path]:
-            found += 1
+            number += 1
             # of a link that leads to itself, the link
             real = os.path.realpath(file)
             if real not in seen:
                 seen.add(real)
                 yield file
-        if not found:
+        if not number:
             problems.append(Problem(path, "no .py or .ipynb file below it"))
 
 
@@ -164,12 +164,12 @@ def _below(folder: Path, problems: list[Problem]) -> Iterator[Path]:
         yield from (Path(place) / name for name in sorted(files) if name.endswith((".py", ".ipynb")))
 
 
-def _gravity(found: Finding) -> tuple[int, int, str]:
-    return STATUSES.index(found.status), [*WORDS, None].index(found.word), found.name
+def _gravity(entry: Finding) -> tuple[int, int, str]:
+    return STATUSES.index(entry.status), [*WORDS, None].index(entry.word), entry.name
 
 
 def _count(names: Iterable[str], imports: int) -> Counts:
-    found = Counter(word for name in names for word in (finding(name).status, finding(name).word))
-    works, differs, missing = (found[status] for status in reversed(STATUSES))
-    by_word = {word: found[word] for word in WORDS}
+    counter = Counter(word for name in names for word in (finding(name).status, finding(name).word))
+    works, differs, missing = (counter[status] for status in reversed(STATUSES))
+    by_word = {word: counter[word] for word in WORDS}
     return Counts(works + differs + missing, works, differs, missing, imports, **by_word)

@@ -47,7 +47,7 @@ def main() -> None:
     if not as_module:
         sys.path[0] = str(Path(target).resolve().parent)
     places = [STAND_INS]
-    if _shardwise_found() != shardwise.__file__:
+    if _shardwise_path() != shardwise.__file__:
         # we were found by the working folder, where a child of the script would not look
         places.append(str(Path(shardwise.__file__).parents[1]))
     # a module's first entry is the working folder, which may be a checkout of TorchRec
@@ -84,7 +84,7 @@ def take_over(name: str) -> None:
         raise
 
 
-def _shardwise_found() -> str | None:
+def _shardwise_path() -> str | None:
     """Which shardwise a process with this `sys.path` would import."""
     specs = (finder.find_spec("shardwise", None) for finder in sys.meta_path)
     return next((spec.origin for spec in specs if spec is not None), None)

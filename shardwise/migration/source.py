@@ -1,6 +1,7 @@
-"""Which names of TorchRec a program uses, and the program with its imports rewritten: from source, without running it.
+"""Reader of programs: the names of TorchRec in a source file, and the file with its imports rewritten.
 
-Needs libcst, the extra `migrate`. Only import statements are touched. Names inside strings are left alone.
+Programs are not run; only their import statements are touched, and names inside strings are left alone. Needs libcst,
+the extra `migrate`.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ def read_program(source: bytes) -> Program:
             body = body.decode(encoding).encode()
         except ValueError as error:
             raise Unreadable(1, f"not {encoding}, which it declares: {error}") from None
-    found = read_body(body)
-    body = edited(body, found.edits)
-    return Program(found.uses, mark + (body.decode().encode(encoding) if encoding else body), found.imports)
+    program = read_body(body)
+    body = edited(body, program.edits)
+    return Program(program.uses, mark + (body.decode().encode(encoding) if encoding else body), program.imports)
 
 
 def read_body(body: bytes, starts: Sequence[int] = ()) -> Body:
@@ -173,8 +174,8 @@ class _Reading:
         self.spans = wrapper.resolve(metadata.ByteSpanPositionProvider)
         self.parents = wrapper.resolve(metadata.ParentNodeProvider)
         scopes = {scope for scope in wrapper.resolve(metadata.ScopeProvider).values() if scope is not None}
-        bindings = (one for scope in scopes for one in scope.assignments)
-        self.bindings = [one for one in bindings if isinstance(one, metadata.ImportAssignment)]
+        bindings = (binding for scope in scopes for binding in scope.assignments)
+        self.bindings = [binding for binding in bindings if isinstance(binding, metadata.ImportAssignment)]
         self.statements = match.findall(tree, match.Import() | match.ImportFrom())
 
     def imported(self) -> Iterator[Use]:

@@ -1,4 +1,4 @@
-"""Where ours is for each name of TorchRec that we have: data, read by `shardwise.torchrec` and by `shardwise migrate`.
+"""Table of TorchRec's names and where ours are: read by `shardwise.torchrec` and by `shardwise migrate`.
 
 A name stands at the module of TorchRec that defines it; modules that only pass it on point to that one.
 """
@@ -557,11 +557,15 @@ def _table(names: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
 
     def entries(path: str) -> dict[str, str]:
         if path not in table:
-            found = table[path] = {}
+            resolved = table[path] = {}
             for source, group in names[path].items():
-                for theirs, _, ours in (entry.partition("=") for entry in group.split()):
+                for torchrec_name, _, shardwise_name in (entry.partition("=") for entry in group.split()):
                     passed_on = source in names
-                    found[theirs] = entries(source)[ours or theirs] if passed_on else f"{source}:{ours or theirs}"
+                    resolved[torchrec_name] = (
+                        entries(source)[shardwise_name or torchrec_name]
+                        if passed_on
+                        else f"{source}:{shardwise_name or torchrec_name}"
+                    )
         return table[path]
 
     return {path: entries(path) for path in names}

@@ -124,16 +124,22 @@ def first_differences(world: int, before: Sequence[Digests], now: Sequence[Diges
 
 def section_of(results: Mapping[int, tuple[Sequence[Digests], Sequence[Digests]]]) -> Section:
     """A row for each mix: how many digests of all ranks are the same by number of ranks, or the first that differs."""
-    differences = [one for world, (before, now) in results.items() for one in first_differences(world, before, now)]
+    differences = [
+        difference for world, (before, now) in results.items() for difference in first_differences(world, before, now)
+    ]
     cells: dict[str, list[str]] = {}
     for world, (before, _) in results.items():
         for mix in before[0]:
-            of_mix = [f"rank {one.rank}: {one.name}" for one in differences if (one.world, one.mix) == (world, mix)]
+            of_mix = [
+                f"rank {difference.rank}: {difference.name}"
+                for difference in differences
+                if (difference.world, difference.mix) == (world, mix)
+            ]
             same = f"{sum(len(rank[mix]) for rank in before)} the same"
             cells.setdefault(mix, []).append(of_mix[0] if of_mix else same)
     header = ["mix", "what it has", *(f"{world} {'rank' if world == 1 else 'ranks'}" for world in results)]
     table = grid(header, [[mix, mix_of(int(mix)), *of_worlds] for mix, of_worlds in cells.items()])
-    return Section([*table, ""] if cells else [], [str(one) for one in differences])
+    return Section([*table, ""] if cells else [], [str(difference) for difference in differences])
 
 
 OPTIONS: Options = {

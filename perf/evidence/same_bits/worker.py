@@ -143,8 +143,8 @@ class Mix:
 
     def __str__(self) -> str:
         tables = [
-            "/".join(dict.fromkeys(getattr(table, what) for table in self.tables))
-            for what in ("strategy", "optimizer", "dtype")
+            "/".join(dict.fromkeys(getattr(table, field) for table in self.tables))
+            for field in ("strategy", "optimizer", "dtype")
         ]
         flags = {
             "weighted": self.weighted,
@@ -160,7 +160,7 @@ class Mix:
             "checked": self.checked,
             "path of CUDA": self.on_cuda,
         }
-        return ", ".join(["EBC" if self.pooled else "EC", *tables, *(word for word, on in flags.items() if on)])
+        return ", ".join(["EBC" if self.pooled else "EC", *tables, *(flag for flag, on in flags.items() if on)])
 
 
 def mix_of(seed: int) -> Mix:
@@ -436,14 +436,14 @@ def main() -> None:
         "gloo", init_method=f"file://{given.store}", rank=given.rank, world_size=given.world,
         timeout=timedelta(seconds=120),
     )  # fmt: skip
-    found: dict[str, dict[str, str]] = {}
+    digests: dict[str, dict[str, str]] = {}
     for seed in range(given.mixes):
         mix = mix_of(seed)
         try:
-            found[str(seed)] = train(mix, given.rank, given.world, plant=given.plant == seed)
+            digests[str(seed)] = train(mix, given.rank, given.world, plant=given.plant == seed)
         except Exception as error:
             raise RuntimeError(f"mix {seed}: {asdict(mix)}") from error
-    given.out.write_text(json.dumps(found))
+    given.out.write_text(json.dumps(digests))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -44,7 +44,7 @@ def cases() -> Iterator[Case]:
     )  # fmt: skip
 
 
-def _one(dim: int, **changes: Any) -> Batch:
+def _one_table(dim: int, **changes: Any) -> Batch:
     return replace(Batch(((7, dim),), ((0, False),), bags=4), **changes)
 
 
@@ -54,26 +54,26 @@ def _pooled() -> Iterator[Case]:
         "D=128, sum and mean": Batch(features=((0, False), (1, True))),
         "fp16 D=128": Batch(dtype=torch.float16, bags=9),
         "mixed dims weighted": replace(MIXED, weighted=True),
-        **{f"D={dim}": _one(dim) for dim in (1, 2, 3, 4, 5, 20, 64, 256)},
+        **{f"D={dim}": _one_table(dim) for dim in (1, 2, 3, 4, 5, 20, 64, 256)},
         "D=1023": Batch(((3, 1023),), ((0, True),), bags=3),
         "D=4096": Batch(((2, 4096),), ((0, False),), bags=2, lengths=(0, 3)),
         **{f"{name_of(dtype)} mixed dims": replace(MIXED, dtype=dtype) for dtype in halves},
         **{f"{name_of(dtype)} D=128 into its own": Batch(dtype=dtype, output=dtype) for dtype in halves},
         **{f"fp32 D=128 into {name_of(dtype)}": Batch(output=dtype) for dtype in halves},
         "D=128 weighted mean": Batch(features=((0, True), (1, True)), weighted=True),
-        "fp16 D=20 weighted": _one(20, dtype=torch.float16, weighted=True),
+        "fp16 D=20 weighted": _one_table(20, dtype=torch.float16, weighted=True),
         "one row, one id": Batch(((1, 8),), ((0, False),), bags=1, lengths=(1, 1)),
-        "empty bags": _one(8, bags=9, lengths=(0, 1)),
-        "no ids": _one(8, bags=3, lengths=(0, 0)),
-        "long bags": _one(64, bags=3, lengths=(30, 70)),
-        "int32 ids": _one(128, ids=torch.int32),
+        "empty bags": _one_table(8, bags=9, lengths=(0, 1)),
+        "no ids": _one_table(8, bags=3, lengths=(0, 0)),
+        "long bags": _one_table(64, bags=3, lengths=(30, 70)),
+        "int32 ids": _one_table(128, ids=torch.int32),
         "int32 offsets": replace(MIXED, offsets=torch.int32),
-        "int32 ids and offsets weighted": _one(64, ids=torch.int32, offsets=torch.int32, weighted=True),
+        "int32 ids and offsets weighted": _one_table(64, ids=torch.int32, offsets=torch.int32, weighted=True),
         "last row": Batch(((50, 8), (20, 8)), ((0, False), (1, True)), last=True),
-        "shifted D=128": _one(128, shifted=True),
-        "shifted fp16 D=64": _one(64, shifted=True, dtype=torch.float16),
+        "shifted D=128": _one_table(128, shifted=True),
+        "shifted fp16 D=64": _one_table(64, shifted=True, dtype=torch.float16),
         "shared table": Batch(((9, 8), (4, 8)), ((0, False), (1, True), (0, True), (0, False))),
-        "many bags": _one(4, bags=300, lengths=(0, 3)),
+        "many bags": _one_table(4, bags=300, lengths=(0, 3)),
     }
     yield from (
         Case(
@@ -95,17 +95,17 @@ def _look_up(batch: Batch, op: Any) -> Sequence[Any]:
 
 def _sequences() -> Iterator[Case]:
     listed = {
-        "D=20": _one(20),
+        "D=20": _one_table(20),
         "fp16 D=128": Batch(dtype=torch.float16, output=torch.float16),
-        **{f"D={dim}": _one(dim) for dim in (1, 3, 4, 64, 128, 1023)},
-        "bf16 D=6 into fp32": _one(6, dtype=torch.bfloat16),
-        "fp32 D=128 into bf16": _one(128, output=torch.bfloat16),
-        "int32 ids": _one(64, ids=torch.int32),
+        **{f"D={dim}": _one_table(dim) for dim in (1, 3, 4, 64, 128, 1023)},
+        "bf16 D=6 into fp32": _one_table(6, dtype=torch.bfloat16),
+        "fp32 D=128 into bf16": _one_table(128, output=torch.bfloat16),
+        "int32 ids": _one_table(64, ids=torch.int32),
         "int32 offsets": Batch(offsets=torch.int32),
-        "shifted D=128": _one(128, shifted=True),
-        "last row": _one(8, last=True),
+        "shifted D=128": _one_table(128, shifted=True),
+        "last row": _one_table(8, last=True),
         "many ids": Batch(((40, 4), (30, 4)), bags=200),
-        "one id": _one(8, bags=1, lengths=(1, 1)),
+        "one id": _one_table(8, bags=1, lengths=(1, 1)),
     }
     yield from (
         Case(
@@ -127,13 +127,13 @@ def _sequence(batch: Batch, op: Any) -> Sequence[Any]:
 def _weight_gradients() -> Iterator[Case]:
     listed = {
         "mixed dims": MIXED,
-        **{f"D={dim}": _one(dim) for dim in (1, 4, 20, 64, 128, 1023)},
+        **{f"D={dim}": _one_table(dim) for dim in (1, 4, 20, 64, 128, 1023)},
         **{f"{name_of(dtype)} D=128": Batch(dtype=dtype, output=dtype) for dtype in (torch.float16, torch.bfloat16)},
         "int32 ids and offsets, mean": replace(
             Batch(features=((0, True), (1, True))), ids=torch.int32, offsets=torch.int32
         ),
-        "shifted D=128": _one(128, shifted=True),
-        "long bags": _one(64, bags=3, lengths=(30, 50)),
+        "shifted D=128": _one_table(128, shifted=True),
+        "long bags": _one_table(64, bags=3, lengths=(30, 50)),
     }
     yield from (
         Case(

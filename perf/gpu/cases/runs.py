@@ -133,7 +133,7 @@ def _outcome(name: str, cut: Cut | None, shuffle: int | None) -> Outcome:
     launches = tuple(
         Launched(
             launch.kernel, launch.variant, launch.barriers, launch.instructions, tuple(dict.fromkeys(launch.faults)),
-            {what: (n["requests"], n["bytes"], n["sectors"]) for what, n in launch.requests.items()},
+            {access: (n["requests"], n["bytes"], n["sectors"]) for access, n in launch.requests.items()},
         )
         for launch in result.log.launches
     )  # fmt: skip
@@ -217,9 +217,9 @@ def by_kernel(ran: Sequence[Outcome], cut: Sequence[Missing] = ()) -> dict[str, 
             entry["instructions"] += launch.instructions
             entry["programs"].add(launch.variant)
             entry["faults"] += [f"{case.name}: {fault}" for fault in launch.faults]
-            for what, numbers in launch.requests.items():
+            for access, numbers in launch.requests.items():
                 for unit, number in zip(("requests", "bytes", "sectors"), numbers, strict=True):
-                    requests[launch.kernel][what, unit] += number
+                    requests[launch.kernel][access, unit] += number
         for kernel in case.kernels:
             entry = entries.setdefault(kernel, _entry())
             entry["cases"] += 1
@@ -242,11 +242,11 @@ def _entry() -> dict[str, Any]:
 
 def _shares(requests: Counter[tuple[str, str]]) -> dict[str, float]:
     """The part of the sectors that warps touch that they asked for, by buffer, of accesses that are no scalars."""
-    buffers = sorted({what for what, _ in requests})
+    buffers = sorted({access for access, _ in requests})
     return {
-        what: round(requests[what, "bytes"] / 32 / requests[what, "sectors"], 3)
-        for what in buffers
-        if requests[what, "sectors"] and requests[what, "bytes"] >= _STREAMED * requests[what, "requests"]
+        access: round(requests[access, "bytes"] / 32 / requests[access, "sectors"], 3)
+        for access in buffers
+        if requests[access, "sectors"] and requests[access, "bytes"] >= _STREAMED * requests[access, "requests"]
     }
 
 

@@ -66,10 +66,10 @@ def _budget(answer: Answer) -> str:
 
 def require_within(answer: Answer, series: Series) -> None:
     """Raise AssertionError where the median is over the budget."""
-    ours, nothing = (statistics.median(series[who]) for who in (OURS, NOTHING))
-    if ours > answer.budget * nothing:
+    answer_s, nothing = (statistics.median(series[who]) for who in (OURS, NOTHING))
+    if answer_s > answer.budget * nothing:
         raise AssertionError(
-            f"{answer.name} takes {1e3 * ours:.0f} ms of CPU, {ours / nothing:.1f}x of {NOTHING} with"
+            f"{answer.name} takes {1e3 * answer_s:.0f} ms of CPU, {answer_s / nothing:.1f}x of {NOTHING} with"
             f" {1e3 * nothing:.0f} ms; its budget is {answer.budget:g}x"
         )
 

@@ -356,12 +356,12 @@ def moved_to(tree: Any, device: str) -> Any:
     return pytree.tree_map(move, tree)
 
 
-def _same(operation: Operation, a: Any, b: Any, what: str) -> None:
+def _same(operation: Operation, a: Any, b: Any, side: str) -> None:
     def on_host(result: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), contents(operation.read(result)))
 
     unlike = difference(on_host(a), on_host(b), max(operation.tolerance, TOLERANCE))
-    assert not unlike, f"{operation.name}, {what}: {unlike}"
+    assert not unlike, f"{operation.name}, {side}: {unlike}"
 
 
 def _make(setting: Setting, operation: Operation) -> Ready:
@@ -369,16 +369,16 @@ def _make(setting: Setting, operation: Operation) -> Ready:
     made = operation.make(OURS, size)
     states = [moved_to(made, setting.device) for _ in range(INPUTS)]
 
-    def theirs() -> Sequence[Call]:
+    def of_fbgemm() -> Sequence[Call]:
         fbgemm()
         return _calls(Library("FBGEMM", [torch.ops.fbgemm], peer=True))
 
     def _calls(library: Library) -> Sequence[Call]:
         return [partial(operation.call, library, state) for state in states]
 
-    peers, trouble = peer_calls(setting, {"fbgemm": theirs, "torch": lambda: _calls(TORCH)})
+    peers, trouble = peer_calls(setting, {"fbgemm": of_fbgemm, "torch": lambda: _calls(TORCH)})
     # few have a plain form in torch, and some none in FBGEMM
-    trouble = {what: why for what, why in trouble.items() if what != "no torch" and _NO_OP not in str(why)}
+    trouble = {peer: why for peer, why in trouble.items() if peer != "no torch" and _NO_OP not in str(why)}
 
     def check() -> None:
         if not operation.name.endswith("calibration_by_feature") and not operation.name.startswith("histogram"):
@@ -409,7 +409,7 @@ _SIBLINGS = (
 
 
 def _suites(name: str) -> frozenset[str]:
-    if any(word in name for word in _FULL):
+    if any(part in name for part in _FULL):
         return FULL
     return CUDA if name in _SIBLINGS else EVERY
 

@@ -192,8 +192,10 @@ def _regroup(setting: Setting, name: str, size: Size, both_ways: bool = False) -
         unlike = difference(listed, contents(plain(inputs[0])))
         assert not unlike, f"{name}: {unlike}"
         for peer, others in peers.items():
-            theirs = contents(others[0]())
-            unlike = difference(listed, list(theirs.values()) if isinstance(theirs, dict) else theirs)
+            peer_contents = contents(others[0]())
+            unlike = difference(
+                listed, list(peer_contents.values()) if isinstance(peer_contents, dict) else peer_contents
+            )
             assert not unlike, f"{name}, {peer}: {unlike}"
 
     moved = 2 * _nbytes(inputs[0].columns) * (2 if both_ways else 1)

@@ -95,7 +95,7 @@ def _pooled(setting: Setting, workload: Workload, pooling: str = "sum", weighted
     batches, notes = batches_of(setting, workload, pooling=pooling, weighted=weighted)
     first, tolerance = batches[0], TOLERANCES[workload.dtype]
 
-    def theirs() -> Sequence[Call]:
+    def of_fbgemm() -> Sequence[Call]:
         tables = fbgemm_tables(first)
         return [without_gradients(tables, b.indices, b.offsets, b.per_id_weights) for b in batches]
 
@@ -104,7 +104,7 @@ def _pooled(setting: Setting, workload: Workload, pooling: str = "sum", weighted
         return [without_gradients(torch_lookup(bags, b)) for b in batches]
 
     # torch weighs only sums
-    builders: Peers = {"fbgemm": theirs} | ({} if weighted and pooling == "mean" else {"torch": of_torch})
+    builders: Peers = {"fbgemm": of_fbgemm} | ({} if weighted and pooling == "mean" else {"torch": of_torch})
     peers, trouble = peer_calls(setting, builders)
 
     def check() -> None:
@@ -130,7 +130,7 @@ def _sequence(setting: Setting, workload: Workload) -> Ready:
     def rows_of(b: Batch) -> Tensor:
         return sequence_lookup(b.weights, b.indices, b.offsets, b.features, dim, b.segments)
 
-    def theirs() -> Sequence[Call]:
+    def of_fbgemm() -> Sequence[Call]:
         tables = fbgemm_tables(first)
         return [without_gradients(tables, b.indices, b.offsets) for b in batches]
 
@@ -143,7 +143,7 @@ def _sequence(setting: Setting, workload: Workload) -> Ready:
 
         return [without_gradients(look_up, ids) for ids in parts]
 
-    peers, trouble = peer_calls(setting, {"fbgemm": theirs, "torch": of_torch})
+    peers, trouble = peer_calls(setting, {"fbgemm": of_fbgemm, "torch": of_torch})
 
     def check() -> None:
         rows = rows_of(first)
@@ -167,14 +167,14 @@ def _check_ids(setting: Setting, workload: Workload) -> Ready:
     def run(b: Batch) -> None:
         check_ids(b.indices, b.offsets, b.features, guard, names=names)
 
-    def theirs() -> Sequence[Call]:
+    def of_fbgemm() -> Sequence[Call]:
         fbgemm()
         rows = batches[0].features[:, 1].contiguous()
         warning = torch.zeros(1, dtype=torch.int64, device=setting.device)
         # 1: count what is wrong
         return [partial(torch.ops.fbgemm.bounds_check_indices, rows, b.indices, b.offsets, 1, warning) for b in batches]
 
-    peers, trouble = peer_calls(setting, {"fbgemm": theirs})
+    peers, trouble = peer_calls(setting, {"fbgemm": of_fbgemm})
 
     def check() -> None:
         run(batches[0])

@@ -198,7 +198,7 @@ def make_quantized(setting: Setting, *, workload: Workload, batches: int = BATCH
     inputs = batches_of(setup, 2 if setting.small else batches)
     floats = _float_tables(setup)
     expected = expected_output(setup, floats, inputs[0])
-    sides = {OURS: _ours(setup, floats), **{name: QUANTIZED_PEERS[name](setup, floats) for name in peers}}
+    sides = {OURS: _shardwise(setup, floats), **{name: QUANTIZED_PEERS[name](setup, floats) for name in peers}}
     del floats
 
     def check() -> None:
@@ -246,7 +246,7 @@ def _quantized(setup: Setup, floats: Sequence[Tensor], library: Any, quantize: A
     return forward
 
 
-def _ours(setup: Setup, floats: Sequence[Tensor]) -> LookUp:
+def _shardwise(setup: Setup, floats: Sequence[Tensor]) -> LookUp:
     return _quantized(setup, floats, shardwise, quantize_inference_model)
 
 

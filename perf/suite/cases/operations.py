@@ -52,14 +52,14 @@ def reason(operation: str) -> str:
     return next((why for pattern, why in DIFFERENT.items() if re.fullmatch(pattern, operation)), "")
 
 
-def unlike(operation: Operation, size: Size, own: Library, their: Library | None) -> str:
+def unlike(operation: Operation, size: Size, own: Library, peer: Library | None) -> str:
     """The fault of our result, beside another's if there is one; "" if there is none."""
     got = operation.result(own, size)
     if isinstance(got, Raised) and got.missing:
         return f"missing: {got}"
-    want = got if their is None else operation.result(their, size)
+    want = got if peer is None else operation.result(peer, size)
     if isinstance(got, Raised) != isinstance(want, Raised):
-        who, raised = (own, got) if isinstance(got, Raised) else (their, want)
+        who, raised = (own, got) if isinstance(got, Raised) else (peer, want)
         return f"only {who.label if who else ''} raises {raised}"
     return f"raises {got}" if isinstance(got, Raised) else difference(got, want, operation.tolerance)
 
@@ -67,8 +67,8 @@ def unlike(operation: Operation, size: Size, own: Library, their: Library | None
 def make(setting: Setting, *, operation: Operation, size: Size) -> Ready:
     """One operation at one size."""
     size = SMALL if setting.small else size
-    own, their = ours(), torchrec() if "torchrec" in setting.peers else None
-    fault = unlike(operation, size, own, their)
+    own, peer = ours(), torchrec() if "torchrec" in setting.peers else None
+    fault = unlike(operation, size, own, peer)
     why = reason(operation.name) if fault and not fault.startswith("missing") else ""
 
     def check() -> None:
@@ -77,7 +77,7 @@ def make(setting: Setting, *, operation: Operation, size: Size) -> Ready:
     def calls(lib: Library) -> Sequence[Call]:
         return [Fresh(lambda: partial(operation.call, lib, operation.make(lib, size)))]
 
-    peers = {} if their is None else {"torchrec": calls(their)}
+    peers = {} if peer is None else {"torchrec": calls(peer)}
     return Ready(calls(own), check, peers=peers, graph=False, notes={"different": why} if why else {})
 
 

@@ -336,13 +336,13 @@ def _pooled_bytes(setting: Setting, back: bool) -> Ready:
     else:
         calls = [partial(quantize_pooled, x, dims) for x in inputs]
 
-    def theirs() -> list[Call]:
+    def of_fbgemm() -> list[Call]:
         ops = _ops_of("int8")
         if back:
             return [partial(ops.dequantize, z.view(-1, dim + SCALES)) for z in rows]
         return [partial(ops.quantize, x.view(-1, dim)) for x in inputs]
 
-    peers, trouble = peer_calls(setting, {"fbgemm": theirs})
+    peers, trouble = peer_calls(setting, {"fbgemm": of_fbgemm})
 
     def check() -> None:
         payload, scales = quantize_rows_ref(inputs[0].view(-1, dim).cpu(), "int8", torch.float32)

@@ -121,12 +121,12 @@ class Ranks:
         self._processes, self._ends = [], []
         self._folder.cleanup()
 
-    def _ask(self, what: tuple[str, int], seconds: float) -> list[Any]:
+    def _ask(self, request: tuple[str, int], seconds: float) -> list[Any]:
         if not self._ends:
             raise RankError("the ranks have been closed")
         for rank, end in enumerate(self._ends):
             try:
-                end.send(what)
+                end.send(request)
             except (BrokenPipeError, ConnectionError) as error:
                 code = self._processes[rank].exitcode
                 self.close()
@@ -175,8 +175,8 @@ def _serve(end: Connection, rank: int, store: str, asked: Asked) -> None:
         steppers = [Stepper(side, asked.shape, asked.strategy, OPTIMIZER) for side in sides]
         end.send((True, None))
         while True:
-            what, count = end.recv()
-            end.send((True, _checked(steppers, asked) if what == "check" else _timed(steppers, count)))
+            task, count = end.recv()
+            end.send((True, _checked(steppers, asked) if task == "check" else _timed(steppers, count)))
     except EOFError:
         # the one who asks is gone
         return

@@ -69,12 +69,12 @@ def _start(rule: str) -> float:
 
 
 def _assert_same_rows(
-    batch: Batch, ours: Call, peers: dict[str, Sequence[Call]], notes: dict[str, object], tolerance: float
+    batch: Batch, own_call: Call, peers: dict[str, Sequence[Call]], notes: dict[str, object], tolerance: float
 ) -> None:
     """Each side's call leaves the same rows behind, from the same rows before; a peer that cannot is left out."""
     rows, table = distinct_rows(batch), batch.weights.view(-1, batch.dims[0])
     before = table[rows]
-    ours()
+    own_call()
     updated = table[rows]
     table[rows] = before
     assert not torch.equal(updated, before), "no row was updated"
@@ -94,11 +94,11 @@ def _assert_reference(batch: Batch, rule: str, tolerance: float) -> None:
     samples = max(1, CHECKED_IDS * batch.grad.shape[0] // max(batch.ids, 1))
     own = compacted(first_samples(batch, samples))
     copy = replace(own, weights=own.weights.clone())
-    ours, reference = (optimizer(rule, batch_of_side, lr=LR, start=_start(rule)) for batch_of_side in (own, copy))
-    ours.update(own)
+    own_state, reference = (optimizer(rule, batch_of_side, lr=LR, start=_start(rule)) for batch_of_side in (own, copy))
+    own_state.update(own)
     reference.update(copy, by=fused_update_ref)
     assert_close(own.weights, copy.weights, tolerance, f"the reference of {rule}")
-    for got, want in zip(ours.states, reference.states, strict=True):
+    for got, want in zip(own_state.states, reference.states, strict=True):
         assert_close(got, want, 1e-5, f"a state of the reference of {rule}")
 
 
@@ -116,7 +116,7 @@ def _make(setting: Setting, workload: Workload, rule: str, *, whole: bool) -> Re
     state, tolerance = optimizer(rule, batches[0], lr=LR, start=_start(rule)), TOLERANCES[workload.dtype]
     names, guard = [f"f{f}" for f in range(len(batches[0].dims))], new_guard(setting.device)
 
-    def ours(b: Batch) -> None:
+    def whole_step(b: Batch) -> None:
         check_ids(b.indices, b.offsets, b.features, guard, names=names)
         b.lookup()
         state.update(b)
@@ -132,7 +132,7 @@ def _make(setting: Setting, workload: Workload, rule: str, *, whole: bool) -> Re
         made = forwards if whole else [partial(_itself, forward()) for forward in forwards]
         return [partial(run, forward, b) for forward, b in zip(made, batches, strict=True)]
 
-    def theirs() -> Sequence[Call]:
+    def of_fbgemm() -> Sequence[Call]:
         tables = fbgemm_tables(batches[0], rule=rule, start=_start(rule))
         return of_peer([partial(tables, b.indices, b.offsets) for b in batches])
 
@@ -141,9 +141,9 @@ def _make(setting: Setting, workload: Workload, rule: str, *, whole: bool) -> Re
         after = stepped(torch_optimizer(rule, bags, start=_start(rule)))
         return of_peer([torch_lookup(bags, b) for b in batches], after)
 
-    calls = [partial(ours if whole else state.update, b) for b in batches]
+    calls = [partial(whole_step if whole else state.update, b) for b in batches]
     # no call before they are compared: rows and states must be as at the first step
-    peers, trouble = peer_calls(setting, {"fbgemm": theirs, "torch": of_torch}, call=False)
+    peers, trouble = peer_calls(setting, {"fbgemm": of_fbgemm, "torch": of_torch}, call=False)
     notes |= trouble
 
     def check() -> None:

@@ -38,8 +38,8 @@ Call = str | Callable[..., Any]
 def _op(
     name: str,
     inputs: Inputs,
-    theirs: Call = "",
-    ours: Call = "",
+    of_fbgemm: Call = "",
+    of_shardwise: Call = "",
     *,
     leaves: Sequence[int] = (),
     fits: Callable[[Size], bool] | None = None,
@@ -53,7 +53,7 @@ def _op(
     more: dict[str, Any] = {"tolerance": tolerance} | ({} if fits is None else {"fits": fits})
 
     def call(lib: Any, state: Sequence[Any]) -> Any:
-        how = (theirs if lib.peer else ours) or name.split(",")[0]
+        how = (of_fbgemm if lib.peer else of_shardwise) or name.split(",")[0]
         result = getattr(lib, how)(*state) if isinstance(how, str) else how(lib, *state)
         return result[0] if first and isinstance(result, (tuple, list)) else result
 
@@ -126,7 +126,7 @@ def _segments(size: Size, flat: bool, weighted: bool) -> list[Any]:
 def _buckets(words: str) -> Iterator[Operation]:
     """Operations of a bucketize op; the words of its name say which arguments it gets."""
     weighted, positions, sequence, variable = (
-        word in words for word in ("weighted", "positions", "sequence", "variable")
+        option in words for option in ("weighted", "positions", "sequence", "variable")
     )
 
     def inputs(size: Size) -> list[Any]:
@@ -135,19 +135,19 @@ def _buckets(words: str) -> Iterator[Operation]:
         sizes = torch.tensor(b.bags) if variable else None
         return [b.lengths, b.values, blocks, b.weights if weighted else None, sizes, max(b.bags)]
 
-    def theirs(k: Any, lengths: Any, ids: Any, blocks: Any, weights: Any, sizes: Any, most: int) -> Any:
+    def of_fbgemm(k: Any, lengths: Any, ids: Any, blocks: Any, weights: Any, sizes: Any, most: int) -> Any:
         longest = -1 if sizes is None else most
         return k.block_bucketize_sparse_features(
             lengths, ids, positions, sequence, blocks, BUCKETS, weights, sizes, longest
         )
 
-    def ours(k: Any, lengths: Any, ids: Any, blocks: Any, weights: Any, sizes: Any, most: int) -> Any:
+    def of_shardwise(k: Any, lengths: Any, ids: Any, blocks: Any, weights: Any, sizes: Any, most: int) -> Any:
         return k.block_bucketize(
             lengths, ids, blocks, BUCKETS,
             weights=weights, batch_sizes=sizes, bucketize_pos=positions, sequence=sequence,
         )  # fmt: skip
 
-    return _op(f"block_bucketize{words}", inputs, theirs, ours)
+    return _op(f"block_bucketize{words}", inputs, of_fbgemm, of_shardwise)
 
 
 def _with_dense(size: Size) -> list[Any]:

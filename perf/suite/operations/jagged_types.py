@@ -40,7 +40,7 @@ INVERSE = {"variable": True, "inverse": True}
 Call = Callable[[Any, Any], Any]
 
 
-def _said(options: dict[str, Any]) -> str:
+def _suffix(options: dict[str, Any]) -> str:
     words = {"by_offsets": "from offsets", "inverse": "inverse indices"}
     return "".join(f", {words.get(name, name)}" for name in options)
 
@@ -50,7 +50,7 @@ def _of_batch(
 ) -> Iterator[Operation]:
     """A case for each kind of KJT; with an `argument` of the size the state is (kjt, argument)."""
     for options in variants or (PLAIN,):
-        yield Operation(f"KJT {name}{_said(options)}", fresh(argument, **options), call, **more)
+        yield Operation(f"KJT {name}{_suffix(options)}", fresh(argument, **options), call, **more)
 
 
 def _method(name: str) -> Call:
@@ -133,7 +133,7 @@ def _construct(name: str, sync: bool, *variants: dict[str, Any]) -> Iterator[Ope
             construct = lib.KeyedJaggedTensor.from_offsets_sync if o else lib.KeyedJaggedTensor.from_lengths_sync
             return construct(keys, values, bags, weights, **given)
 
-        yield Operation(f"KJT {name}{_said(options)}", make, call)
+        yield Operation(f"KJT {name}{_suffix(options)}", make, call)
 
 
 def _split(lib: Any, s: Any) -> Any:
@@ -226,7 +226,7 @@ _REORDERINGS = [
     *(
         Operation(f"KJT concat of {words}", make, lambda lib, s: lib.KeyedJaggedTensor.concat(s))
         for words, make in (
-            ("two", _pair_of()), *((f"two{_said(o)}", _pair_of(**o)) for o in (SYNCED, WEIGHTED, VARIABLE)),
+            ("two", _pair_of()), *((f"two{_suffix(o)}", _pair_of(**o)) for o in (SYNCED, WEIGHTED, VARIABLE)),
             ("one per key", _members()), ("one per key, weighted", _members(True)),
         )
     ),
