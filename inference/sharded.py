@@ -12,9 +12,9 @@ from torch import nn
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.topology import Topology
 from shardwise.planner.torchrec.reservations import FixedPercentageStorageReservation
-from shardwise.sharding.comms.device_fallback import device_here, quiet_without_cuda
 from shardwise.sharding.comms.env import ShardingEnv
 from shardwise.sharding.modules.placement import find_places, shard_places
+from shardwise.sharding.plan.device_fallback import device_here, quiet_without_cuda
 from shardwise.sharding.plan.module_sharder import ModuleSharder
 from shardwise.sharding.plan.plan import EmbeddingComputeKernel, ShardingPlan, ShardingType
 from shardwise.sharding.planning.planners import EmbeddingShardingPlanner

@@ -25,6 +25,8 @@ _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZ
 
 # whether a rank that is alone in its process group calls collectives too
 _alone_calls = False
+# whether backwards divide gradients by the number of ranks
+_gradient_division = True
 
 
 @contextmanager
@@ -41,6 +43,20 @@ def collectives_at_one_rank() -> Iterator[None]:
         yield
     finally:
         _alone_calls = before
+
+
+def set_gradient_division(val: bool) -> None:
+    """Whether backwards divide gradients by the number of ranks, as the mean over ranks of DDP does; True at first.
+
+    Read when a backward runs.
+    """
+    global _gradient_division
+    _gradient_division = val
+
+
+def get_gradient_division() -> bool:
+    """What `set_gradient_division` said."""
+    return _gradient_division
 
 
 def is_alone(pg: dist.ProcessGroup | None) -> bool:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..comms.agreement import Facts, agree, facts_of_versions
-from ..comms.device_fallback import device_here, quiet_without_cuda
 from ..comms.env import ShardingEnv, default_env
 from ..comms.exchange import Exchange, hang_up
 from ..comms.watch import watch_over
@@ -28,6 +27,7 @@ from ..modules.placement import (
     warn_of_default_optimizer,
     warn_of_other_devices,
 )
+from ..plan.device_fallback import device_here, quiet_without_cuda
 from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from ..planning.planners import EmbeddingPlannerBase, plan_for

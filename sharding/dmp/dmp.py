@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from shardwise.embeddings import CombinedOptimizer, optimizer_of
 
 from ..comms.agreement import Facts, facts_of_dense
-from ..comms.device_fallback import device_here, quiet_without_cuda
 from ..comms.env import ShardingEnv, default_env
 from ..comms.exchange import hang_up
 from ..comms.watch import watch_over
@@ -28,6 +27,7 @@ from ..modules.placement import (
     sharded_collections,
     warn_of_default_optimizer,
 )
+from ..plan.device_fallback import device_here, quiet_without_cuda
 from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import EmbeddingModuleShardingPlan, ShardingPlan
 from ..planning.planners import plan_for

@@ -29,10 +29,9 @@ from shardwise.kernels._op import no_second_derivative, runs_kernel
 
 from ...planner.layout import Shard, TableOptions, validate
 from ..comms.agreement import Facts, agree, facts_of, facts_of_shards
-from ..comms.async_collective import get_gradient_division
 from ..comms.awaitable import LazyAwaitable
 from ..comms.consensus import send_header
-from ..comms.env import ShardingEnv
+from ..comms.env import ShardingEnv, get_gradient_division
 from ..comms.exchange import Exchange
 from ..comms.host_exchange import HostExchange
 from ..comms.qcomms import codecs_of

@@ -24,10 +24,10 @@ from ..comms.agreement import (
     facts_of_shards,
     facts_of_versions,
 )
-from ..comms.device_fallback import PLANNED_ON
 from ..comms.env import ShardingEnv
 from ..comms.exchange import Exchange
 from ..engine.collection import ShardedCollection
+from ..plan.device_fallback import PLANNED_ON
 from ..plan.module_sharder import ModuleSharder, require_tables
 from ..plan.plan import (
     EmbeddingModuleShardingPlan,

@@ -42,7 +42,7 @@ from shardwise.planner.layout import (
     check_settings,
     validate,
 )
-from shardwise.sharding.comms.device_fallback import device_here, is_missing
+from shardwise.sharding.plan.device_fallback import device_here, is_missing
 from shardwise.sharding.plan.plan import ParameterSharding, shard_of
 
 # kernels of quantized tables: on the device of the shard; in the memory of the host, where the CPU looks them up

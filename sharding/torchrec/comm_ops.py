@@ -22,19 +22,18 @@ from torch import Tensor
 
 from shardwise.kernels import permute_1d, permute_2d
 
-from ..comms.async_collective import (
+from ..comms.awaitable import Awaitable, NoWait
+from ..comms.env import get_gradient_division, set_gradient_division
+from ..comms.exchange import Exchange
+from ..comms.qcomms import QuantizedCommCodecs
+from .async_collective import (
     copies,
     exchanged,
-    get_gradient_division,
     get_use_sync_collectives,
-    set_gradient_division,
     set_use_sync_collectives,
     summed,
     torchrec_use_sync_collectives,
 )
-from ..comms.awaitable import Awaitable, NoWait
-from ..comms.exchange import Exchange
-from ..comms.qcomms import QuantizedCommCodecs
 
 __all__ = [
     "all_gather_base_pooled",

@@ -24,7 +24,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "torchrec.distributed.collective_utils": {
-        "shardwise.sharding.comms.collective_utils": "invoke_on_rank_and_broadcast_result is_leader run_on_leader",
+        "shardwise.sharding.torchrec.collective_utils": "invoke_on_rank_and_broadcast_result is_leader run_on_leader",
     },
     "torchrec.distributed.comm": {
         "shardwise.sharding.comms.env": (

@@ -54,8 +54,8 @@ from shardwise.kernels import (
     unpack_segments,
 )
 from shardwise.sharding import EmbeddingBagCollectionSharder, construct_module_sharding_plan, table_wise
-from shardwise.sharding.comms.async_collective import copies
 from shardwise.sharding.engine.dedup import CutGradient
+from shardwise.sharding.torchrec.async_collective import copies
 from shardwise.sharding.torchrec.comm_ops import alltoall_pooled
 
 OPS = torch.ops.shardwise

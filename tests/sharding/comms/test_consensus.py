@@ -13,11 +13,11 @@ from ranks import run_ranks
 from shardwise.checkpoint import CheckpointDamaged, CheckpointMismatch, Report
 from shardwise.planner.errors import PlannerError, PlannerErrorType
 from shardwise.sharding.checkpoint.errors import ERRORS as OF_CHECKPOINTS
-from shardwise.sharding.comms.collective_utils import _ERRORS as OF_ANY_FUNCTION
 from shardwise.sharding.comms.consensus import ErrorCodec, ErrorKind, all_or_error, value_or_error
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.comms.failures import RankFailure, is_agreed
 from shardwise.sharding.planning.leader import _ERRORS as OF_PLANS
+from shardwise.sharding.torchrec.collective_utils import _ERRORS as OF_ANY_FUNCTION
 
 pytestmark = pytest.mark.ranks
 

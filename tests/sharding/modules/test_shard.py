@@ -36,7 +36,6 @@ from shardwise.sharding import (
     row_wise,
     table_wise,
 )
-from shardwise.sharding.comms.collective_utils import invoke_on_rank_and_broadcast_result, is_leader, run_on_leader
 from shardwise.sharding.comms.env import (
     get_group_rank,
     get_local_rank,
@@ -47,6 +46,7 @@ from shardwise.sharding.comms.env import (
 from shardwise.sharding.dmp.composable import _shard_modules, shard, shard_modules
 from shardwise.sharding.dmp.unwrap import get_unsharded_module_names
 from shardwise.sharding.quant import QuantEmbeddingBagCollectionSharder, ShardedQuantEmbeddingBagCollection
+from shardwise.sharding.torchrec.collective_utils import invoke_on_rank_and_broadcast_result, is_leader, run_on_leader
 
 pytestmark = pytest.mark.ranks
 

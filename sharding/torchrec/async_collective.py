@@ -18,27 +18,13 @@ from torch.autograd import Function
 
 from shardwise.kernels._op import no_second_derivative
 
-from .awaitable import Awaitable, NoWait
-from .codecs import Codec
-from .exchange import Exchange, Pending
-from .qcomms import QuantizedCommCodecs, codec_pair
+from ..comms.awaitable import Awaitable, NoWait
+from ..comms.codecs import Codec
+from ..comms.env import get_gradient_division
+from ..comms.exchange import Exchange, Pending
+from ..comms.qcomms import QuantizedCommCodecs, codec_pair
 
-_gradient_division = True
 _sync_collectives = False
-
-
-def set_gradient_division(val: bool) -> None:
-    """Whether backwards divide gradients by the number of ranks, as the mean over ranks of DDP does; True at first.
-
-    Read when a backward runs.
-    """
-    global _gradient_division
-    _gradient_division = val
-
-
-def get_gradient_division() -> bool:
-    """What `set_gradient_division` said."""
-    return _gradient_division
 
 
 def set_use_sync_collectives(val: bool) -> None:
@@ -170,7 +156,7 @@ class _Start(Function):
         if torch.is_grad_enabled():
             return no_second_derivative(_EXCHANGE, _Start.backward, ctx, grad_outputs)
         grad = ctx.way_back.finish().to(ctx.dtype)
-        return grad.div_(ctx.world_size) if _gradient_division else grad, None, None, None
+        return grad.div_(ctx.world_size) if get_gradient_division() else grad, None, None, None
 
 
 class _Finish(Function):

@@ -9,8 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from .consensus import ErrorCodec, ErrorKind, value_or_error
-from .exchange import Exchange
+from ..comms.consensus import ErrorCodec, ErrorKind, value_or_error
+from ..comms.exchange import Exchange
 
 T = TypeVar("T")
 P = ParamSpec("P")
