@@ -51,7 +51,7 @@ def run(*arguments: str) -> Result:
 
 
 def compiled_as(report: Report | str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, str]]:
-    """Put `found` in place of every report; returns what there was to compile."""
+    """Put `report` in place of every report; returns what there was to compile."""
     asked: list[tuple[Case, str]] = []
 
     def compile_all(tasks: Sequence[tuple[Case, str]], jobs: int) -> Iterator[tuple[int, Report | str]]:

@@ -97,7 +97,7 @@ def test_a_lookup_reads_each_row_once_from_memory_and_then_from_caches() -> None
     ],
 )
 def test_a_count_is_paid_for_by_its_constant(constant: str, part: str, each: float) -> None:
-    price = _price(_way("table_wise", 4), **_one(constant))
+    price = _price(_way("table_wise", 4), **_only_constant(constant))
     assert price.pop(part) == pytest.approx(each * MS)
     assert max(other.max() for other in price.values()) < 1e-12
 
@@ -151,7 +151,7 @@ def _real(kind: str, world: int = 4, table: Table = TABLE, blocks: int = 1, loca
     return cost.price(table, _way(kind, world, blocks, table.num_embeddings))
 
 
-def _one(constant: str) -> dict[str, Any]:
+def _only_constant(constant: str) -> dict[str, Any]:
     return {constant: 1.0}
 
 
@@ -160,7 +160,8 @@ def _one(constant: str) -> dict[str, Any]:
 def test_column_shards_move_together_what_the_whole_table_moves(constant: str, part: str) -> None:
     table = replace(TABLE, optimizer="Adagrad")
     whole, cut = (
-        _price(_way(kind, 4, n), table, **_one(constant))[part] for kind, n in (("table_wise", 1), ("column_wise", 4))
+        _price(_way(kind, 4, n), table, **_only_constant(constant))[part]
+        for kind, n in (("table_wise", 1), ("column_wise", 4))
     )
     assert cut.sum() == pytest.approx(whole.sum())
 
@@ -170,7 +171,7 @@ def test_column_shards_move_together_what_the_whole_table_moves(constant: str, p
 def test_row_shards_look_up_together_what_the_whole_table_does(constant: str, skew: Skew) -> None:
     table = replace(TABLE, skew=skew)
     whole, cut = (
-        sum(p.sum() for p in _price(_way(kind, 4), table, **_one(constant)).values())
+        sum(p.sum() for p in _price(_way(kind, 4), table, **_only_constant(constant)).values())
         for kind in ("table_wise", "row_wise")
     )
     assert cut == pytest.approx(whole, rel=5e-3)
