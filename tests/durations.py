@@ -165,13 +165,13 @@ def _commit(root: Path) -> str:
 
 
 def _versions(*names: str) -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in names:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def says_why(path: Path) -> bool:

@@ -70,8 +70,8 @@ def starts_processes(function: Callable[..., object], seen: set[object] | None =
     if not named.isdisjoint(STARTERS):
         return True
     beside = [function.__globals__.get(name) for name in named]
-    own = [one for one in beside if isinstance(one, FunctionType) and one.__module__ == function.__module__]
-    return any(starts_processes(one, seen) for one in own)
+    own = [helper for helper in beside if isinstance(helper, FunctionType) and helper.__module__ == function.__module__]
+    return any(starts_processes(helper, seen) for helper in own)
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -86,4 +86,4 @@ def _functions(item: pytest.Item) -> Iterator[Any]:
     yield getattr(item, "function", None)
     fixtures: Any = getattr(item, "_fixtureinfo", None)
     for definitions in fixtures.name2fixturedefs.values() if fixtures else ():
-        yield from (getattr(one.func, "__func__", one.func) for one in definitions)
+        yield from (getattr(definition.func, "__func__", definition.func) for definition in definitions)

@@ -165,12 +165,12 @@ def test_22_a_position_of_32_bits_would_be_seen() -> None:
 @pytest.mark.interpreted
 def test_22_more_ids_than_int32_counts_are_looked_up() -> None:
     ids, offsets, weights, table = far_batch()
-    found: list[Tensor] = []
-    launches = last_program(lambda: found.append(pooled_lookup(weights, ids, offsets, None, *table, "sum")))
+    outputs: list[Tensor] = []
+    launches = last_program(lambda: outputs.append(pooled_lookup(weights, ids, offsets, None, *table, "sum")))
     assert [launch.kernel for launch in launches] == ["_pooled_lookup_kernel"]
     assert launches[0].programs[0][0] > 0 and reaches_past(launches[0], "I", FAR)
     expected = weights[ids[-32:].long()][:, None]
-    assert_same_bits(found[0][-32:], expected)
+    assert_same_bits(outputs[0][-32:], expected)
 
 
 @pytest.mark.interpreted
@@ -186,24 +186,24 @@ def test_22_more_ids_than_int32_counts_are_checked() -> None:
 @pytest.mark.interpreted
 def test_22_more_ids_than_int32_counts_give_their_rows(lazy_memory: None) -> None:
     ids, offsets, weights, (features, _, segments) = far_batch()
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     launches = last_program(
-        lambda: found.append(sequence_lookup(weights, ids, offsets, features, 1, segments, torch.float16))
+        lambda: outputs.append(sequence_lookup(weights, ids, offsets, features, 1, segments, torch.float16))
     )
     assert [launch.kernel for launch in launches] == ["_resolve_kernel", "_gather_kernel"]
     assert reaches_past(launches[0], "at", FAR) and reaches_past(launches[1], "Y", FAR)
-    assert_same_bits(found[0][-32:, 0], weights[ids[-32:].long()].half())
+    assert_same_bits(outputs[0][-32:, 0], weights[ids[-32:].long()].half())
 
 
 @pytest.mark.interpreted
 def test_22_more_weights_than_int32_counts_get_their_gradients(lazy_memory: None) -> None:
     ids, offsets, weights, (features, dims, _) = far_batch()
-    grad, found = torch.arange(float(SPARE))[:, None], list[Tensor]()
-    launches = last_program(lambda: found.append(per_id_weight_gradient(grad, weights, ids, offsets, features, dims)))
+    grad, outputs = torch.arange(float(SPARE))[:, None], list[Tensor]()
+    launches = last_program(lambda: outputs.append(per_id_weight_gradient(grad, weights, ids, offsets, features, dims)))
     assert reaches_past(launches[0], "Q", FAR)
     bags = weight_gradient.weight_gradient_tile(1, 4, 1)[0]
     expected = grad[-bags:, 0] * weights[ids[-bags:].long()]
-    assert_same_bits(found[0][-bags:], expected)
+    assert_same_bits(outputs[0][-bags:], expected)
 
 
 @pytest.mark.interpreted

@@ -350,8 +350,8 @@ def test_22_keys_beyond_the_reach_of_int32(dtype: torch.dtype) -> None:
         assert kjt.offsets().tolist() == [0, FAR - 1, FAR, FAR + 60, FAR + 64]
         assert kjt.lengths().tolist() == lengths.tolist()
         assert kjt.dist_splits([1, 1])[:2] == [[2, 2], [FAR, 64]]
-        for one in (kjt, kjt.split([1, 1])[1], kjt.permute([1])):
-            near(one)
+        for piece in (kjt, kjt.split([1, 1])[1], kjt.permute([1])):
+            near(piece)
         jts = kjt.to_dict()
         assert jts["far"].offsets().tolist() == [0, FAR - 1, FAR]
         assert jts["near"].offsets().tolist() == [0, 60, 64]
@@ -409,7 +409,7 @@ def test_26_tensors_with_gaps_are_tensors() -> None:
         check(KeyedJaggedTensor.concat(kjt.split([1, 1])[::-1]), pick(wanted, [1, 0]))
         check(KeyedJaggedTensor.from_jt_dict(kjt.to_dict()), wanted)
         check(copy.deepcopy(kjt), wanted)
-        assert [one.tolist() for one in kjt.dist_tensors()] == [wanted.lengths, wanted.ids, wanted.weights]
+        assert [tensor.tolist() for tensor in kjt.dist_tensors()] == [wanted.lengths, wanted.ids, wanted.weights]
         assert kjt["u"].to_padded_dense(2).tolist() == [[5, 0], [0, 0], [1, 2]]
     dense = KeyedTensor(["a", "b"], [1, 2], torch.arange(6.0).view(3, 2).t())
     assert KeyedTensor.regroup([dense], [["b", "a"]])[0].tolist() == [[2, 4, 0], [3, 5, 1]]

@@ -92,7 +92,7 @@ def with_id(position: int, bad: int) -> list[int]:
 
 
 def values_of(out: Any) -> Tensor:
-    return torch.cat([one.values() for one in out.values()]) if isinstance(out, dict) else out.values()
+    return torch.cat([jagged.values() for jagged in out.values()]) if isinstance(out, dict) else out.values()
 
 
 def step(module: Any, features: KeyedJaggedTensor) -> None:
@@ -256,7 +256,7 @@ def test_13_a_weight_that_is_no_number_trains_nothing(
     policy = LookupPolicy(gradient_check=mode)
     module = FusedEmbeddingBagCollection(bag_configs(), torch.optim.Adagrad, {"lr": 1.0}, True, where, policy=policy)
     before = tables_of(module)
-    for position, said in ((3, f"{USER}, sample 2"), (7, f"{ITEM}, sample 1")):
+    for position, message in ((3, f"{USER}, sample 2"), (7, f"{ITEM}, sample 1")):
         weights = torch.ones(8, device=where)
         weights[position] = bad
         features = KeyedJaggedTensor(
@@ -267,8 +267,10 @@ def test_13_a_weight_that_is_no_number_trains_nothing(
             out.backward(torch.ones_like(out))
         else:
             # on CUDA it waits for the device, and names the tables
-            said = "tables user, item" if device == "cuda" else f"{said}: the weight of an id is {bad}; nothing changed"
-            with pytest.raises(FloatingPointError, match=re.escape(said)):
+            message = (
+                "tables user, item" if device == "cuda" else f"{message}: the weight of an id is {bad}; nothing changed"
+            )
+            with pytest.raises(FloatingPointError, match=re.escape(message)):
                 out.backward(torch.ones_like(out))
                 module(batch_with_weights(where))
         for name, table in before.items():
@@ -303,7 +305,7 @@ def test_14_15_16_17_19_empty_is_an_ordinary_size(
     before = tables_of(module)
     out = module(kjt(bags, device=where))
     if isinstance(out, dict):
-        assert [len(one.values()) for one in out.values()] == [sum(map(len, bags["u"])), sum(map(len, bags["i"]))]
+        assert [len(jagged.values()) for jagged in out.values()] == [sum(map(len, bags["u"])), sum(map(len, bags["i"]))]
     else:
         assert_close(out.values(), pooled(bag_configs(), before, bags))
     values_of(out).sum().backward()
@@ -423,17 +425,17 @@ def test_32_the_same_run_twice_has_the_same_bits(where: torch.device, make: Any)
     runs = []
     for _ in range(2):
         torch.manual_seed(3)
-        module, found = make(where), []
+        module, results = make(where), []
         for number in range(3):
             generator = torch.Generator().manual_seed(number)
             ids = torch.randint(0, 3, (100,), generator=generator)
             features = KeyedJaggedTensor(["u", "i"], ids, offsets=torch.tensor([0, 30, 60, 60, 62, 99, 100])).to(where)
             values = values_of(module(features))
             values.backward(torch.randn(values.shape, generator=generator).to(where))
-            found.append(values.detach().clone())
-        found += tables_of(module).values()
-        found += [v.clone() for s in module.fused_optimizer().state_dict()["state"].values() for v in s.values()]
-        runs.append(found + [param.grad for param in module.parameters() if param.grad is not None])
+            results.append(values.detach().clone())
+        results += tables_of(module).values()
+        results += [v.clone() for s in module.fused_optimizer().state_dict()["state"].values() for v in s.values()]
+        runs.append(results + [param.grad for param in module.parameters() if param.grad is not None])
     assert all(map(torch.equal, *runs))
     assert len(runs[0]) == len(runs[1]) >= 7
 
@@ -453,8 +455,8 @@ def test_a_bad_id_counts_as_no_id(device: str, where: torch.device, make: Any, m
         # on CUDA the warning waits for the device
         module.check()
     messages = [str(warning.message) for warning in caught if "outside" in str(warning.message)]
-    said = f"{USER}, sample 0: id 99 is outside [0, 6); it counts as no id"
-    assert messages == ([said] if mode is WARNING else [])
+    message = f"{USER}, sample 0: id 99 is outside [0, 6); it counts as no id"
+    assert messages == ([message] if mode is WARNING else [])
 
     tables = tables_of(twin)
     if isinstance(out, dict):

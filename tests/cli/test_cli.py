@@ -50,14 +50,14 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli.commands(), arguments)
 
 
-def compiled_as(found: Report | str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, str]]:
-    """Put `found` in place of every report; returns what there was to compile."""
+def compiled_as(report: Report | str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, str]]:
+    """Put `report` in place of every report; returns what there was to compile."""
     asked: list[tuple[Case, str]] = []
 
     def compile_all(tasks: Sequence[tuple[Case, str]], jobs: int) -> Iterator[tuple[int, Report | str]]:
         asked.extend(tasks)
         # as they finish, not as they began
-        yield from ((place, found) for place in reversed(range(len(tasks))))
+        yield from ((place, report) for place in reversed(range(len(tasks))))
 
     monkeypatch.setattr(compiled, "compile_all", compile_all)
     return asked
@@ -171,8 +171,8 @@ def test_a_whole_check_records_what_passed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(checked, "changed", lambda cases, table, version: [])
     nothing = run("kernels", "check", "--changed", "--record")
     assert nothing.exit_code == 0 and "every kernel passed on triton" in nothing.output and len(written) == 1
-    one = run("kernels", "check", "--changed", "--kernel", "gather D=128")
-    assert one.exit_code == 0 and "every kernel with 'gather D=128' in its name passed on triton" in one.output
+    result = run("kernels", "check", "--changed", "--kernel", "gather D=128")
+    assert result.exit_code == 0 and "every kernel with 'gather D=128' in its name passed on triton" in result.output
     # it said that every kernel passed
     assert run("kernels", "check", "--changed", "--kernel", "matmul").exit_code == 2
 

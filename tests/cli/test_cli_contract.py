@@ -26,10 +26,10 @@ NEEDS_TRITON = pytest.mark.skipif(
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_json_is_a_flag_of_every_command_and_out_is_where_files_go(name: str) -> None:
     """`perf run --json` took a file where `plan --json` printed, and `export`, `kernels check` and others had none."""
-    options = {option: one for one in COMMANDS[name].params for option in one.opts}
+    options = {option: parameter for parameter in COMMANDS[name].params for option in parameter.opts}
     if name not in ("plan calibrate", "plan env", "env"):
-        found = options["--json"]
-        assert isinstance(found, click.Option) and found.is_flag and found.name == "as_json"
+        json_option = options["--json"]
+        assert isinstance(json_option, click.Option) and json_option.is_flag and json_option.name == "as_json"
     if "--out" in options:
         assert isinstance(options["--out"].type, click.Path) and not options["--out"].type.dir_okay
 
@@ -45,7 +45,7 @@ def test_json_is_a_flag_of_every_command_and_out_is_where_files_go(name: str) ->
     ],
 )
 def test_scripts_may_name_the_file_behind_json(words: list[str], asked: tuple[bool, str | None]) -> None:
-    assert {name for name, one in COMMANDS.items() if isinstance(one, Writing)} == {
+    assert {name for name, entry in COMMANDS.items() if isinstance(entry, Writing)} == {
         "kernels run", "perf counts", "perf run",
     }  # fmt: skip
     options: list[click.Parameter] = [click.Option(["--out"]), click.Option(["--json", "as_json"], is_flag=True)]
@@ -157,8 +157,8 @@ ENDINGS: Sequence[tuple[int, str, str]] = (
 )
 
 
-@pytest.mark.parametrize(("status", "words", "told"), ENDINGS, ids=[f"{words}: {n}" for n, words, _ in ENDINGS])
-def test_statuses(status: int, words: str, told: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("status", "words", "message"), ENDINGS, ids=[f"{words}: {n}" for n, words, _ in ENDINGS])
+def test_statuses(status: int, words: str, message: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that could not be read ended with 1, which `ckpt diff` has for checkpoints that differ."""
     monkeypatch.chdir(place)
     if words.startswith("migrate"):
@@ -169,20 +169,20 @@ def test_statuses(status: int, words: str, told: str, place: Path, monkeypatch: 
     if status == 2 and not words.startswith("migrate"):
         assert result.stdout == ""
         first, *more = result.stderr.splitlines()[-2:] if len(result.stderr.splitlines()) > 1 else [result.stderr]
-        assert told in result.stderr and len(more) <= 1 and ".part" not in first
+        assert message in result.stderr and len(more) <= 1 and ".part" not in first
 
 
 @NEEDS_TRITON
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("kernels run --kernel poled", "did you mean 'pooled'?"),
         ("kernels check --kernel quantised_pooled_lookup", "did you mean 'quantized_pooled_lookup'?"),
     ],
 )
-def test_kernels_of_other_names(words: str, told: str) -> None:
+def test_kernels_of_other_names(words: str, message: str) -> None:
     result = run(*words.split())
-    assert result.exit_code == 2 and told in result.stderr, result.output
+    assert result.exit_code == 2 and message in result.stderr, result.output
 
 
 def test_every_command_is_in_the_table_of_statuses() -> None:
@@ -198,9 +198,9 @@ def test_a_torch_that_does_not_import_is_a_line_of_any_command(monkeypatch: pyte
 
     monkeypatch.delitem(__import__("sys").modules, "torch")
     monkeypatch.setattr("shardwise.cli.output.import_module", broken)
-    with pytest.raises(click.ClickException, match="torch does not import: libcudart.so: cannot open shared") as found:
+    with pytest.raises(click.ClickException, match="torch does not import: libcudart.so: cannot open shared") as caught:
         load_torch()
-    assert found.value.exit_code == 2
+    assert caught.value.exit_code == 2
 
 
 def test_what_is_waited_for_is_said_on_terminals_alone_and_goes_again(
@@ -216,4 +216,4 @@ def test_what_is_waited_for_is_said_on_terminals_alone_and_goes_again(
 
 
 def test_commands_share_one_class() -> None:
-    assert all(isinstance(one, Command) for one in COMMANDS.values())
+    assert all(isinstance(entry, Command) for entry in COMMANDS.values())

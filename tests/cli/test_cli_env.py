@@ -25,17 +25,17 @@ def run_env(*arguments: str) -> Result:
 def test_text_and_json_say_the_same() -> None:
     text, document = run_env(), run_env("--json")
     assert text.exit_code == document.exit_code == 0 and text.stderr == document.stderr == ""
-    found = json.loads(document.stdout)
+    environment = json.loads(document.stdout)
     lines = dict(line.split(maxsplit=1) for line in text.stdout.splitlines() if not line.startswith("GPU "))
-    assert found["shardwise"]["version"] == __version__ and lines["shardwise"].startswith(f"{__version__} (")
-    assert found["python"]["version"] == platform.python_version() and lines["Python"].startswith(
+    assert environment["shardwise"]["version"] == __version__ and lines["shardwise"].startswith(f"{__version__} (")
+    assert environment["python"]["version"] == platform.python_version() and lines["Python"].startswith(
         platform.python_version()
     )
-    assert found["packages"]["torch"] in lines["torch"] and found["torch"]["cuda"] == torch.version.cuda
-    assert {name: lines[name].split()[0] for name in found["packages"]} == found["packages"]
-    assert len(found["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    assert environment["packages"]["torch"] in lines["torch"] and environment["torch"]["cuda"] == torch.version.cuda
+    assert {name: lines[name].split()[0] for name in environment["packages"]} == environment["packages"]
+    assert len(environment["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     # in a checkout the commit can be named, so that the sources can be had
-    assert found["shardwise"]["installed"] in ("editable", "sources", "wheel")
+    assert environment["shardwise"]["installed"] in ("editable", "sources", "wheel")
 
 
 def test_variables_that_matter_are_told_and_secrets_only_named(monkeypatch: pytest.MonkeyPatch) -> None:

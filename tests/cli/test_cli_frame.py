@@ -38,9 +38,9 @@ def every_command() -> Iterator[tuple[tuple[str, ...], click.Command]]:
         if isinstance(command, click.Group):
             context = click.Context(command)
             for name in command.list_commands(context):
-                one = command.get_command(context, name)
-                assert one is not None
-                waiting.append(((*words, name), one))
+                subcommand = command.get_command(context, name)
+                assert subcommand is not None
+                waiting.append(((*words, name), subcommand))
 
 
 PATHS = [words for words, _ in every_command()]
@@ -99,8 +99,8 @@ def test_help_and_completion_import_nothing_heavy(top: tuple[str, ...]) -> None:
 
 
 def _with_choices(command: click.Command) -> list[click.Option]:
-    options = [one for one in command.params if isinstance(one, click.Option)]
-    return [one for one in options if isinstance(one.type, click.Choice)]
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    return [option for option in options if isinstance(option.type, click.Choice)]
 
 
 def completed(*typed: str) -> set[str]:
@@ -125,14 +125,14 @@ def test_the_root_knows_the_first_sentence_of_each_command() -> None:
 def test_all_help_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     printed, _, _ = probed([([*words, asked], None) for words in PATHS for asked in ("-h", "--help")])
-    assert printed[::2] == printed[1::2] and all(one.startswith("Usage: shardwise") for one in printed)
-    assert [line for one in printed for line in one.splitlines() if len(line) > columns] == []
+    assert printed[::2] == printed[1::2] and all(page.startswith("Usage: shardwise") for page in printed)
+    assert [line for page in printed for line in page.splitlines() if len(line) > columns] == []
 
 
 def test_options_stand_in_one_column() -> None:
     lines = run("perf", "compare", "-h").output.splitlines()
     begins = [re.match(r"  (-\S+( \S+)?)  +(?=\S)", line) for line in lines]
-    assert len({found.end() for found in begins if found}) == 1
+    assert len({match.end() for match in begins if match}) == 1
 
 
 @click.command(cls=cli.commands().command_class)
@@ -168,25 +168,25 @@ def on_terminal(*arguments: str, columns: int = 80, **environment: str) -> str:
     import struct
     import termios
 
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    main_fd, child_fd = pty.openpty()
+    fcntl.ioctl(child_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
     env |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **environment}
     command = [sys.executable, "-m", "shardwise", *arguments]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
-    os.close(theirs)
+    process = subprocess.Popen(command, stdin=child_fd, stdout=child_fd, stderr=child_fd, env=env)
+    os.close(child_fd)
     printed = b""
     while True:
         try:
             # EIO: nobody writes any more
-            part = os.read(ours, 65536)
+            part = os.read(main_fd, 65536)
         except OSError:
             break
         if not part:
             break
         printed += part
     process.wait()
-    os.close(ours)
+    os.close(main_fd)
     return printed.decode().replace("\r\n", "\n")
 
 
@@ -285,15 +285,15 @@ def test_columns_that_have_no_room_go_and_are_named(
         made = table_of("name", right=("first", "second"), last=("words",))
         made.add_row("n" * 30, "1" * 12, "2" * 12, "w" * 12)
         print_table(made, drop=("second", "words"))
-        found = capsys.readouterr()
-        assert max(map(len, found.out.splitlines())) <= columns
-        return found.out, found.err
+        captured = capsys.readouterr()
+        assert max(map(len, captured.out.splitlines())) <= columns
+        return captured.out, captured.err
 
     whole, nothing = printed(80)
     assert "2" * 12 in whole and "w" * 12 in whole and nothing == ""
-    fewer, said = printed(50)
+    fewer, notice = printed(50)
     assert "2" not in fewer and "w" * 12 in fewer
-    assert said == "columns left out, for there is no room: second; COLUMNS=160 shows more\n"
+    assert notice == "columns left out, for there is no room: second; COLUMNS=160 shows more\n"
     assert printed(30)[1].startswith("columns left out, for there is no room: second, words;")
 
 

@@ -69,25 +69,27 @@ def test_verbose_prints_what_explain_has_with_all_that_decided_it(tables: Path, 
     assert plan.topology.hbm == [70 * 2**30] * 4 and plan.topology.local_world_size == 2 and plan.batch_size == 1024
     kinds = {table.name: (choice.sharding_type, starts) for table, choice, starts in plan.placed()}
     assert kinds["item"][0] == "row_wise" and kinds["t1"] == ("table_wise", (3,))
-    for told in (str(tables), "10 GiB of each GPU's memory", str(rules), "RowWiseAdagrad where tables do not say"):
-        assert told in result.stdout
+    for phrase in (str(tables), "10 GiB of each GPU's memory", str(rules), "RowWiseAdagrad where tables do not say"):
+        assert phrase in result.stdout
     assert {table.optimizer for table in plan.tables} == {"RowWiseAdagrad"}
 
 
 def test_json_is_what_the_file_has(tables: Path, tmp_path: Path) -> None:
     arguments = ("--tables", tables, "--world-size", 2, "--device", "cpu", "--ddr", "16GB", "--cost", "torchrec")
     result = run_plan(*arguments, "--json", "--out", tmp_path / "p.json")
-    said, written = json.loads(result.stdout), json.loads((tmp_path / "p.json").read_text())
-    assert said == written
-    assert said["about"]["topology"]["ddr_bytes"] == [16 * 10**9] * 2 and said["about"]["cost"]["name"] == "torchrec"
-    assert said["plan"][""]["t0"]["sharding_type"] in ("table_wise", "data_parallel", "row_wise", "column_wise")
+    printed, written = json.loads(result.stdout), json.loads((tmp_path / "p.json").read_text())
+    assert printed == written
+    assert (
+        printed["about"]["topology"]["ddr_bytes"] == [16 * 10**9] * 2 and printed["about"]["cost"]["name"] == "torchrec"
+    )
+    assert printed["plan"][""]["t0"]["sharding_type"] in ("table_wise", "data_parallel", "row_wise", "column_wise")
 
 
 def test_calibrated_constants_decide_the_prices(tables: Path, tmp_path: Path) -> None:
     CARDS["cpu"].constants.with_(row_gb_s=0.01).save(tmp_path / "k.json")
     arguments = ("--tables", tables, "--world-size", 2, "--device", "cpu", "--json")
     usual, slow = run_plan(*arguments), run_plan(*arguments, "--constants", tmp_path / "k.json")
-    times = [json.loads(one.stdout)["about"]["predicted"]["step_ms"] for one in (usual, slow)]
+    times = [json.loads(answer.stdout)["about"]["predicted"]["step_ms"] for answer in (usual, slow)]
     assert times[1] > 5 * times[0]
     assert str(tmp_path / "k.json") in json.loads(slow.stdout)["about"]["settings"]["constants"]
 
@@ -115,17 +117,17 @@ def test_diff_ends_with_status_1_where_there_is_a_difference(made: Path, tables:
     run_plan("--tables", tables, "--world-size", 2, "--card", "h100", "--out", tmp_path / "b.json")
     other = run_plan("diff", made, tmp_path / "b.json")
     assert other.exit_code == 1 and "tables placed otherwise" in other.stdout
-    found = json.loads(run_plan("diff", made, tmp_path / "b.json", "--json").stdout)
-    assert [len(one) for one in (found["step_ms"], found["bound_ms"])] == [2, 2] and found["tables"]
+    difference = json.loads(run_plan("diff", made, tmp_path / "b.json", "--json").stdout)
+    assert [len(pair) for pair in (difference["step_ms"], difference["bound_ms"])] == [2, 2] and difference["tables"]
 
 
 def test_plans_that_say_nothing_about_themselves_are_compared_by_their_shards(made: Path, tmp_path: Path) -> None:
-    said = json.loads(made.read_text())
-    del said["about"]
+    document = json.loads(made.read_text())
+    del document["about"]
     bare, other = tmp_path / "bare.json", tmp_path / "other.json"
-    bare.write_text(json.dumps(said))
-    del said["plan"][""]["t2"]
-    other.write_text(json.dumps(said))
+    bare.write_text(json.dumps(document))
+    del document["plan"][""]["t2"]
+    other.write_text(json.dumps(document))
     assert run_plan("diff", made, bare).stdout == "no difference\n"
     result = run_plan("diff", bare, other)
     names, row = (line.split(maxsplit=2) for line in result.stdout.splitlines())
@@ -136,10 +138,10 @@ def test_plans_that_say_nothing_about_themselves_are_compared_by_their_shards(ma
 
 
 def test_of_a_plan_that_has_only_words_these_are_shown(made: Path) -> None:
-    said = json.loads(made.read_text())
-    assert said["about"]["explanation"] == explain(load_planned(made))
-    said["about"] = {"explanation": "because"}
-    made.write_text(json.dumps(said))
+    document = json.loads(made.read_text())
+    assert document["about"]["explanation"] == explain(load_planned(made))
+    document["about"] = {"explanation": "because"}
+    made.write_text(json.dumps(document))
     assert run_plan("explain", made).stdout == "because\n"
     assert run_plan("explain", made, "--json").exit_code == 2
 
@@ -154,12 +156,15 @@ def test_whatif_plans_again_and_shows_both(made: Path, tmp_path: Path) -> None:
     assert (
         lines["ranks"] == ["4", "8"] and lines["hosts"] == ["2", "1"] and lines["samples of a rank"] == ["512", "100"]
     )
-    assert lines["step ms"] == [f"{one.solution.time_ms:,.3f}" for one in (before, after)]
+    assert lines["step ms"] == [f"{planned.solution.time_ms:,.3f}" for planned in (before, after)]
     assert {table.name: table.data_type for table in after.tables}["user"] == DataType.FP16
     assert after.topology.card == "a100-80" and after.topology.hbm[0] == pytest.approx(0.85 * 79 * 2**30, rel=1e-6)
     assert after.settings["what if"] == "8 ranks on 1 hosts, fp16 for user, cards a100-80, batches of 100"
-    said = json.loads(run_plan("whatif", made, *changes, "--json").stdout)
-    assert said["before"]["step_ms"] == before.solution.time_ms and said["after"]["step_ms"] == after.solution.time_ms
+    comparison = json.loads(run_plan("whatif", made, *changes, "--json").stdout)
+    assert (
+        comparison["before"]["step_ms"] == before.solution.time_ms
+        and comparison["after"]["step_ms"] == after.solution.time_ms
+    )
 
 
 def test_what_does_not_fit_ends_with_status_1_and_advice(tables: Path, made: Path) -> None:
@@ -168,8 +173,8 @@ def test_what_does_not_fit_ends_with_status_1_and_advice(tables: Path, made: Pat
         assert result.exit_code == 1 and result.stdout == ""
         assert result.stderr.startswith("Error: Unable to find a plan for this model because of insufficient storage.")
         assert "Each of these would fit" in result.stderr
-        said = json.loads(run_plan(*arguments, "--json").stdout)
-        assert said["error_type"] == "insufficient_storage" and said["suggestions"]
+        error_data = json.loads(run_plan(*arguments, "--json").stdout)
+        assert error_data["error_type"] == "insufficient_storage" and error_data["suggestions"]
 
 
 def wrong(*arguments: str, tables: str = "tables.json") -> list[str]:
@@ -302,14 +307,19 @@ def test_a_model_is_planned_without_its_memory(model: Path, tmp_path: Path) -> N
     asked = ("--world-size", 8, "--card", "H200", "--json")
     result = run_plan("--model", f"{model}:make", *asked, "--out", tmp_path / "plan.json")
     assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout)
-    assert {name: sorted(one) for name, one in said["plan"].items()} == {"bags": ["shop", "user"], "seq": ["word"]}
+    document = json.loads(result.stdout)
+    assert {name: sorted(shardings) for name, shardings in document["plan"].items()} == {
+        "bags": ["shop", "user"],
+        "seq": ["word"],
+    }
     assert "a file may print" in result.stderr
-    by_name = {one["name"]: one for one in said["about"]["tables"]}
+    by_name = {table["name"]: table for table in document["about"]["tables"]}
     assert by_name["shop"]["features"] == ["s", "t"] and by_name["word"]["pooled"] is False
-    assert [one["optimizer"] for one in by_name.values()] == ["SGD"] * 3
+    assert [table["optimizer"] for table in by_name.values()] == ["SGD"] * 3
     # without an optimizer in the backward a replica would train otherwise: its module does not offer it, nor whatif
-    assert all("data_parallel" not in one["sharding_types"] for one in said["about"]["constraints"].values())
+    assert all(
+        "data_parallel" not in constraint["sharding_types"] for constraint in document["about"]["constraints"].values()
+    )
     assert run_plan("whatif", tmp_path / "plan.json", "--world-size", 16).exit_code == 0
     assert [*ShardingPlan.load(tmp_path / "plan.json").plan] == ["bags", "seq"]
 
@@ -318,7 +328,7 @@ def test_the_optimizer_of_a_model_is_its_own(model: Path) -> None:
     def optimizers(*arguments: str) -> set[str]:
         result = run_plan("--world-size", 16, "--card", "h200", "--json", *arguments)
         assert result.exit_code == 0, result.output
-        return {one.get("optimizer", "") for one in json.loads(result.stdout)["about"]["tables"]}
+        return {table.get("optimizer", "") for table in json.loads(result.stdout)["about"]["tables"]}
 
     assert optimizers("--model", f"{model}:fused") == optimizers("--model", f"{model}:fused", "--optimizer", "adam")
     assert optimizers("--model", f"{model}:fused") == {"RowWiseAdagrad"}

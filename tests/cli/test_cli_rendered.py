@@ -71,9 +71,13 @@ def test_thirty_tables_of_long_names(
 
 
 def record(name: str, seconds: float) -> Record:
-    ours, theirs = ([middle, 1.01 * middle, 0.99 * middle] for middle in (seconds, 2e-3))
-    peers = {"torch": [2 * one for one in theirs], "fbgemm": theirs, "torchrec": [30 * one for one in theirs]}
-    sides = {OURS: ours, **peers}
+    own_times, peer_times = ([middle, 1.01 * middle, 0.99 * middle] for middle in (seconds, 2e-3))
+    peers = {
+        "torch": [2 * value for value in peer_times],
+        "fbgemm": peer_times,
+        "torchrec": [30 * value for value in peer_times],
+    }
+    sides = {OURS: own_times, **peers}
     return Record(name, "quantized", (Lap({**sides}, copy_gb_s=10.0),) * 3, "s", "cpu", 3e6, "ids")
 
 
@@ -83,7 +87,7 @@ def files(tmp_path: Path) -> list[Path]:
     names = [
         f"quantized_pooled_lookup, {n} tables of another kind, weighted, rows as fp8 with scales [x]" for n in range(6)
     ]
-    found = []
+    paths = []
     for place, slower in enumerate((1.0, 1.5)):
         records = tuple(record(name, 2e-3 * (slower if n == 1 else 1.0)) for n, name in enumerate(names[: 6 - place]))
         failed = (Failure(f"{names[0]}, failing", "update", "AssertionError: " + "ours gives 2, theirs 3; " * 8, ""),)
@@ -91,8 +95,8 @@ def files(tmp_path: Path) -> list[Path]:
         path = tmp_path / f"{'abc'[place]}.json"
         info = machine.machine_info("cpu", 2)
         save(path, measured, machine_info=info, about={"suites": ["cpu"], "load": 0.5})
-        found.append(path)
-    return found
+        paths.append(path)
+    return paths
 
 
 @WIDTHS

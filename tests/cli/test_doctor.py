@@ -37,7 +37,7 @@ def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     if _op.INTERPRETED:
         pytest.skip("kernels are interpreted: there is one path")
     every = run.all_checks
-    monkeypatch.setattr(run, "all_checks", lambda: [one for one in every() if one.family == "softmax of bags"])
+    monkeypatch.setattr(run, "all_checks", lambda: [check for check in every() if check.family == "softmax of bags"])
     monkeypatch.setattr(_op, "NUMBA", False)
     monkeypatch.setattr(_op, "HAS_TRITON", False)
     for module, name in ((bandwidth, "bandwidths"), (links, "links")):
@@ -64,14 +64,14 @@ def test_every_line_fits_the_terminal(columns: int) -> None:
 
 def test_json_is_one_document_and_nothing_else_on_stdout() -> None:
     printed = doctor("--quick", "--json")
-    found = json.loads(printed.stdout)
-    assert printed.exit_code == found["status"] == 0
-    assert [section["name"] for section in found["sections"]] == SECTIONS
-    findings = [one for section in found["sections"] for one in section["findings"]]
-    assert {one["mark"] for one in findings} <= {"ok", "note", "not tested"}
-    assert all(one["what"] and one["text"] for one in findings)
-    assert [one for one in findings if one["mark"] != "ok" and not one.get("mend")] == []
-    assert found["sections"][0]["findings"][2]["data"]["version"] == torch.__version__
+    document = json.loads(printed.stdout)
+    assert printed.exit_code == document["status"] == 0
+    assert [section["name"] for section in document["sections"]] == SECTIONS
+    findings = [finding for section in document["sections"] for finding in section["findings"]]
+    assert {finding["mark"] for finding in findings} <= {"ok", "note", "not tested"}
+    assert all(finding["what"] and finding["text"] for finding in findings)
+    assert [finding for finding in findings if finding["mark"] != "ok" and not finding.get("mend")] == []
+    assert document["sections"][0]["findings"][2]["data"]["version"] == torch.__version__
     assert "importing torch" in printed.stderr
 
 
@@ -167,10 +167,10 @@ def test_a_whole_check_up_of_this_machine() -> None:
     """Takes 10 s, a minute more where numba compiled nothing before."""
     environment: dict[str, Any] = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     printed = run_python("-c", PROGRAM, "doctor", "--json", "--seconds", "60", **environment)
-    found = {section["name"]: section["findings"] for section in json.loads(printed.stdout)["sections"]}
-    assert {one["what"]: one["mark"] for one in found["Links"]}["two processes, gloo"] == "ok"
-    assert all(one["data"]["gb_per_s"] > 0 for one in found["Bandwidth"])
-    paths = [one["data"] for one in found["Self-test"] if "path" in one.get("data", {})]
-    assert {"torch"} <= {one["path"] for one in paths}
-    assert [(one["failed"], one["untested"]) for one in paths] == [(0, 0)] * len(paths)
-    assert {one["passed"] for one in paths} == {len(run.all_checks())}
+    findings = {section["name"]: section["findings"] for section in json.loads(printed.stdout)["sections"]}
+    assert {finding["what"]: finding["mark"] for finding in findings["Links"]}["two processes, gloo"] == "ok"
+    assert all(finding["data"]["gb_per_s"] > 0 for finding in findings["Bandwidth"])
+    paths = [finding["data"] for finding in findings["Self-test"] if "path" in finding.get("data", {})]
+    assert {"torch"} <= {path_data["path"] for path_data in paths}
+    assert [(path_data["failed"], path_data["untested"]) for path_data in paths] == [(0, 0)] * len(paths)
+    assert {path_data["passed"] for path_data in paths} == {len(run.all_checks())}

@@ -8,7 +8,7 @@ from shardwise._names import did_you_mean
 
 
 @pytest.mark.parametrize(
-    ("word", "known", "told"),
+    ("word", "known", "hint"),
     [
         ("itme", ["user", "item"], ": did you mean 'item'?"),
         ("h10", ["h200", "h100", "a100-40"], ": did you mean 'h100'?"),
@@ -19,5 +19,5 @@ from shardwise._names import did_you_mean
         ("user", [], ""),
     ],
 )
-def test_the_name_that_is_alike_is_told_and_nothing_where_none_is(word: str, known: list[str], told: str) -> None:
-    assert did_you_mean(word, iter(known)) == told
+def test_the_name_that_is_alike_is_told_and_nothing_where_none_is(word: str, known: list[str], hint: str) -> None:
+    assert did_you_mean(word, iter(known)) == hint

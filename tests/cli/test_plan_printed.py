@@ -59,16 +59,16 @@ def test_a_plan_is_told_in_thirty_lines_that_fit(
     assert any(line.startswith(f"  step    {ms(planned.solution.time_ms)} ms") for line in lines)
     assert "\x1b" not in result.stdout and (name != "few" or "?[31mred?and_more" in result.stdout)
     # a line for each rank, or for those between
-    ranks = [int(found[1]) for line in lines if (found := re.match(r" *(\d+) +[\d.,]+  ░", line))]
-    between = [int(found[1]) for line in lines if (found := re.match(r" …  (\d+) ranks between", line))]
+    ranks = [int(match[1]) for line in lines if (match := re.match(r" *(\d+) +[\d.,]+  ░", line))]
+    between = [int(match[1]) for line in lines if (match := re.match(r" …  (\d+) ranks between", line))]
     assert len(ranks) + sum(between) == topology.world_size and len({*ranks}) == len(ranks)
     slowest = int(planned.loads.time_ms.argmax())
     assert ranks[0] == slowest if between else ranks == [*range(topology.world_size)]
     # and every table is there or counted
     [head] = [number for number, line in enumerate(lines) if re.match(r"most w.*first ", line)]
-    told = lines[head + 1 : lines.index("", head)]
-    counted = [re.match(r"… and (\d+) tables?", line) for line in told]
-    equal = [int(found[1]) if (found := re.search(r" x (\d+)  ", line)) else 1 for line in told]
+    table_lines = lines[head + 1 : lines.index("", head)]
+    counted = [re.match(r"… and (\d+) tables?", line) for line in table_lines]
+    equal = [int(match[1]) if (match := re.search(r" x (\d+)  ", line)) else 1 for line in table_lines]
     here = sum(int(rest[1]) if rest else number for rest, number in zip(counted, equal, strict=True))
     assert here == len(planned.tables)
 
@@ -112,8 +112,8 @@ def test_documents_are_one_on_stdout_with_one_indent(plans: dict[str, Path], mon
     ]
     for arguments, names in zip(asked, [*keys, {"error", "error_type", "suggestions"}], strict=True):
         result = rendered(monkeypatch, 10_000, "plan", *arguments, "--json")
-        found = json.loads(result.stdout)
-        assert names <= set(found) and result.stdout.startswith('{\n  "')
+        document = json.loads(result.stdout)
+        assert names <= set(document) and result.stdout.startswith('{\n  "')
 
 
 def test_what_is_too_long_loses_its_middle() -> None:

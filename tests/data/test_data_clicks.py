@@ -93,10 +93,10 @@ def test_bags_have_every_length_between_their_bounds() -> None:
 def test_the_mean_number_of_ids_is_known_before_training() -> None:
     source = Clicks()
     (batch,) = source.train(source.train_samples)
-    found = dict(zip(batch.sparse_features.keys(), batch.sparse_features.length_per_key(), strict=True))
+    counts = dict(zip(batch.sparse_features.keys(), batch.sparse_features.length_per_key(), strict=True))
     assert source.ids_per_sample["words"] == 6.5 and source.ids_per_sample["history"] == 15
     for name, mean in source.ids_per_sample.items():
-        assert found[name] / source.train_samples == pytest.approx(mean, rel=0.01)
+        assert counts[name] / source.train_samples == pytest.approx(mean, rel=0.01)
 
 
 def test_labels_are_drawn_from_the_planted_logits() -> None:
@@ -208,12 +208,12 @@ def test_batches_keep_their_bounds(given: dict[str, Any], lengths: list[tuple[in
 
 
 def test_a_seed_gives_the_same_batches_and_made_ones_come_again() -> None:
-    one, again = (RandomRecDataset(["x"], 4, manual_seed=3, num_generated_batches=2) for _ in range(2))
-    first = list(islice(one, 5))
+    dataset, again = (RandomRecDataset(["x"], 4, manual_seed=3, num_generated_batches=2) for _ in range(2))
+    first = list(islice(dataset, 5))
     assert all(same(a, b) for a, b in zip(first, islice(again, 5), strict=True))
     assert first[0] is first[2] is first[4] and not same(first[0], first[1])
     # a second reading begins with the first batch
-    assert next(iter(one)) is first[0]
+    assert next(iter(dataset)) is first[0]
     other = RandomRecDataset(["x"], 4, manual_seed=4)
     assert not same(next(iter(other)), first[0])
 
@@ -230,7 +230,7 @@ def test_without_an_end_there_is_no_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"hash_sizes": [5]}, "hash_sizes must have a number for each of 2 keys, got 1"),
         ({"hash_sizes": [5, 0]}, "feature 'y': hash size must be positive, got 0"),
@@ -239,8 +239,8 @@ def test_without_an_end_there_is_no_length() -> None:
         ({"num_dense": -1}, "num_dense must not be negative, got -1"),
     ],
 )
-def test_mistakes_are_refused_by_name(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_mistakes_are_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         RandomRecDataset(["x", "y"], 2, **given)
 
 

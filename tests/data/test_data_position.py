@@ -38,11 +38,11 @@ BATCH = 12
 
 def samples(batches: Iterator[Batch]) -> list[list[Any]]:
     """Per batch and sample: dense columns, label and the bags of all features."""
-    found: list[list[Any]] = []
+    per_batch: list[list[Any]] = []
     for batch in batches:
         bags = [[bag.tolist() for bag in jt.to_dense()] for jt in batch.sparse_features.to_dict().values()]
-        found.append(list(zip(batch.dense_features.tolist(), batch.labels.tolist(), *bags, strict=True)))
-    return found
+        per_batch.append(list(zip(batch.dense_features.tolist(), batch.labels.tolist(), *bags, strict=True)))
+    return per_batch
 
 
 @pytest.mark.parametrize("make", SOURCES)

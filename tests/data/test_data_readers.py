@@ -274,9 +274,9 @@ def test_fields_become_dense_columns_and_bags(tmp_path: Path, name: str, end: st
 def test_how_often_a_category_is_there_is_known_before_training(tmp_path: Path) -> None:
     lines = [row(cats={3: "b" if number % 4 == 0 else "", 7: ""}) for number in range(20)]
     reader = Criteo(write(tmp_path / "day_0.tsv", [*lines, "bad"]), evaluate_every=10, on_bad_row="skip")
-    found = reader.ids_per_sample
+    mean_ids = reader.ids_per_sample
     # lines 9 and 19 are for evaluation: of 18, five have cat_3
-    assert (found["cat_0"], found["cat_3"], found["cat_7"]) == (1.0, pytest.approx(5 / 18), 0.0)
+    assert (mean_ids["cat_0"], mean_ids["cat_3"], mean_ids["cat_7"]) == (1.0, pytest.approx(5 / 18), 0.0)
     assert reader.skipped == {}
     (batch,) = reader.train(18)
     assert batch.sparse_features["cat_3"].values().numel() == 5

@@ -19,16 +19,16 @@ Step = tuple[int, ast.stmt, str | None]
 
 def steps(page: str) -> Iterator[Step]:
     """Every statement of the page's snippets, with the `# ->` behind it or on the lines below it."""
-    for found in re.finditer(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
-        code, before = found[1], page[: found.start(1)].count("\n")
+    for block in re.finditer(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        code, before = block[1], page[: block.start(1)].count("\n")
         lines, body = code.splitlines(), ast.parse(code).body
         for node, after in zip(body, [*body[1:], None], strict=True):
             assert node.end_lineno is not None
-            said = re.findall(r"  # -> (.*)$", lines[node.end_lineno - 1])
+            comments = re.findall(r"  # -> (.*)$", lines[node.end_lineno - 1])
             for line in lines[node.end_lineno : after.lineno - 1 if after else None]:
-                said += re.findall(r"^# -> (.*)$", line)
+                comments += re.findall(r"^# -> (.*)$", line)
             ast.increment_lineno(node, before)
-            yield node.lineno, node, " ".join(said) if said else None
+            yield node.lineno, node, " ".join(comments) if comments else None
 
 
 def outcome(node: ast.stmt, names: dict[str, Any], fails: bool) -> str | None:
@@ -59,12 +59,12 @@ def wrong_snippets(page: Path) -> tuple[list[str], int]:
     # a compiler looks names up in the module that a function says it is of (torch 2.9)
     sys.modules[module.__name__] = module
     names: dict[str, Any] = module.__dict__
-    wrong, said = [], 0
+    wrong, num_checked = [], 0
     for line, node, expected in steps(page.read_text()):
-        found = outcome(node, names, fails=re.match(r"\w+Error: ", expected or "") is not None)
+        result = outcome(node, names, fails=re.match(r"\w+Error: ", expected or "") is not None)
         # backward() and its like have nothing to say
-        if found != "None" or expected is not None:
-            said += expected is not None
-            if plain(found or "") != plain(expected or ""):
-                wrong.append(f"line {line}: {plain(found or '')!r} is not {plain(expected or '')!r}")
-    return wrong, said
+        if result != "None" or expected is not None:
+            num_checked += expected is not None
+            if plain(result or "") != plain(expected or ""):
+                wrong.append(f"line {line}: {plain(result or '')!r} is not {plain(expected or '')!r}")
+    return wrong, num_checked

@@ -56,12 +56,12 @@ def test_every_snippet_gives_what_stands_beside_it(page: str) -> None:
     if page == "jagged":
         pytest.importorskip("pyarrow")
     try:
-        wrong, said = wrong_snippets(DOCS / f"{page}.md")
+        wrong, num_checked = wrong_snippets(DOCS / f"{page}.md")
     finally:
         # a page may set some
         configs.use_configs()
     assert not wrong, "\n".join(wrong)
-    assert said in SAID[page]
+    assert num_checked in SAID[page]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_reader_of_snippets_sees_what_is_said(snippet: str, said: list[str |
 
 def test_every_policy_of_a_load_has_a_row() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", read("checkpoints"), re.MULTILINE)
-    assert rows == [one.name for one in fields(LoadPolicy)]
+    assert rows == [field.name for field in fields(LoadPolicy)]
 
 
 def test_every_public_name_of_jagged_is_on_its_page() -> None:
@@ -149,16 +149,16 @@ def commands(group: str) -> Any:
 
 
 def options(command: Any) -> set[str]:
-    return {option for one in command.params for option in one.opts}
+    return {option for parameter in command.params for option in parameter.opts}
 
 
 def test_every_command_of_checkpoints_and_its_options_are_there() -> None:
-    told = dict(re.findall(r"^\| `shardwise ckpt (\w+) (.*?)` \|", read("checkpoints_convert"), re.MULTILINE))
+    usages = dict(re.findall(r"^\| `shardwise ckpt (\w+) (.*?)` \|", read("checkpoints_convert"), re.MULTILINE))
     known = {
         name: {option for option in options(command) if option.startswith("--")} - {"--json"}
         for name, command in commands("ckpt").commands.items()
     }
-    assert {name: set(re.findall(r"--[\w-]+", usage)) for name, usage in told.items()} == known
+    assert {name: set(re.findall(r"--[\w-]+", usage)) for name, usage in usages.items()} == known
 
 
 def test_every_command_of_the_planner_and_its_options_are_there() -> None:
@@ -192,10 +192,10 @@ def drawer(page: str) -> Any:
 def test_pictures_are_those_that_the_script_draws(page: str, tmp_path: Path) -> None:
     drawer("jagged" if page == "jagged" else "sharding").write(tmp_path)
     # those of the page on jagged batches have no name in front
-    mine = "*" if page == "jagged" else f"{page}_*"
-    drawn = {path.name: path.read_text() for path in tmp_path.glob(mine)}
+    pattern = "*" if page == "jagged" else f"{page}_*"
+    drawn = {path.name: path.read_text() for path in tmp_path.glob(pattern)}
     others = ("pipeline_", "planner_", *(["sharding_", "engine_"] if page == "jagged" else []))
-    kept = (DOCS / "pictures").glob(mine)
+    kept = (DOCS / "pictures").glob(pattern)
     assert drawn == {path.name: path.read_text() for path in kept if not path.name.startswith(others)}
     assert set(re.findall(PICTURE, read(page))) == set(drawn)
     assert max(map(len, drawn.values())) < 8_000
@@ -208,8 +208,8 @@ def test_a_picture_shows_each_shard_where_it_is() -> None:
         svg = script.draw("", shards)
         counted = [int(n) for n in re.findall(r">(\d+) cells<", svg)]
         for rank, colour in enumerate(script.COLOURS):
-            mine = [s for s in shards if s.rank == rank]
-            held = sum((s.rows[1] - s.rows[0]) * (s.cols[1] - s.cols[0]) for s in mine)
+            on_rank = [s for s in shards if s.rank == rank]
+            held = sum((s.rows[1] - s.rows[0]) * (s.cols[1] - s.cols[0]) for s in on_rank)
             area = sum(int(w) * int(h) for w, h in re.findall(rf'width="(\d+)" height="(\d+)" fill="{colour}"', svg))
             assert counted[rank] == held
             assert area == held * (script.SMALL**2 + (0 if shards[0].replica else script.CELL**2))

@@ -73,7 +73,7 @@ def walked() -> dict[str, Any]:
     model, grad = model_of("table-wise", device, nn.Sequential), torch.full((B, T * D), 0.1)
     for turn in range(3):
         model(batch_of(turn, device)).values().backward(grad)
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     batch, output = batch_of(3, device), list[Any]()
     steps = {
         "forward": lambda: output.append(model(batch).values()),
@@ -86,17 +86,19 @@ def walked() -> dict[str, Any]:
             run()
         finally:
             sys.setprofile(None)
-        found[what] = walk.hops, walk.to_kernel
+        measured[what] = walk.hops, walk.to_kernel
     # now and then one looks through what earlier collectives were lent: the fewest of three turns
     for turn in range(4, 7):
         batch = batch_of(turn, device)
         for what, run in steps.items():
             calls = python_calls(run)
-            del calls[next(one for one in calls if one.name.endswith("<lambda>") and one.file == __file__)]
+            del calls[
+                next(function for function in calls if function.name.endswith("<lambda>") and function.file == __file__)
+            ]
             own = sum(of_folder(calls, str(ROOT / folder)).total() for folder in ("sharding", "shardwise"))
             own += sum(of_folder(calls, str(ROOT / folder)).total() for folder in ("kernels", "embeddings", "jagged"))
-            found[f"{what} calls"] = min(found.get(f"{what} calls", (own, calls.total())), (own, calls.total()))
-    return found
+            measured[f"{what} calls"] = min(measured.get(f"{what} calls", (own, calls.total())), (own, calls.total()))
+    return measured
 
 
 @cache

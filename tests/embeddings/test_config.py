@@ -72,14 +72,14 @@ def test_the_same_seed_gives_the_same_tables() -> None:
         torch.manual_seed(4)
         return list(EmbeddingBagCollection([EmbeddingBagConfig(7, 3, "b"), EmbeddingBagConfig(5, 8, "a")]).parameters())
 
-    for one, other in zip(make(), make(), strict=True):
-        assert torch.equal(one, other)
+    for first, second in zip(make(), make(), strict=True):
+        assert torch.equal(first, second)
     # in the order of the configs, as if each table were drawn on its own
     torch.manual_seed(4)
     expected = [
         torch.empty(rows, dim).uniform_(-math.sqrt(1 / rows), math.sqrt(1 / rows)) for rows, dim in ((7, 3), (5, 8))
     ]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(make(), expected, strict=True))
+    assert all(torch.equal(actual, reference) for actual, reference in zip(make(), expected, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,12 @@ def test_names_in_the_state_dict() -> None:
 
 
 def test_a_state_dict_loads_into_the_buffer() -> None:
-    one, other = bags(), bags()
-    other.load_state_dict(one.state_dict())
-    assert same(tables_of(other), tables_of(one))
-    assert_looks_up_its_parameters(other)
+    source, target = bags(), bags()
+    target.load_state_dict(source.state_dict())
+    assert same(tables_of(target), tables_of(source))
+    assert_looks_up_its_parameters(target)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        other.load_state_dict({**one.state_dict(), "embedding_bags.a.weight": torch.zeros(4, 4)})
+        target.load_state_dict({**source.state_dict(), "embedding_bags.a.weight": torch.zeros(4, 4)})
 
 
 @pytest.mark.parametrize("make", [bags, fused])
@@ -145,7 +145,7 @@ def test_half_and_bfloat16_keep_parameters_views_and_states(dtype: torch.dtype) 
     params, before = list(ebc.parameters()), tables_of(ebc)
     states = {k: v.clone() for s in ebc.fused_optimizer().state_dict()["state"].values() for k, v in s.items()}
     assert ebc.to(dtype) is ebc
-    assert all(mine is param for mine, param in zip(ebc.parameters(), params, strict=True))
+    assert all(parameter is param for parameter, param in zip(ebc.parameters(), params, strict=True))
     assert all(param.dtype == dtype for param in params)
     assert torch.equal(tables_of(ebc)["a"], before["a"].to(dtype))
     for values in ebc.fused_optimizer().state_dict()["state"].values():
@@ -326,9 +326,12 @@ DENSE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_any_optimizer_trains_tables_that_have_none(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     ebc = bags()
     tables: dict[str, Tensor] = {name: nn.Parameter(table) for name, table in tables_of(ebc).items()}
-    mine, theirs = make(ebc.parameters()), make(tables.values())
+    optimizer_of_module, optimizer_of_tables = make(ebc.parameters()), make(tables.values())
     for step in range(5):
-        for optimizer, out in ((mine, ebc(kjt(BAGS)).values()), (theirs, pooled(configs(), tables, BAGS))):
+        for optimizer, out in (
+            (optimizer_of_module, ebc(kjt(BAGS)).values()),
+            (optimizer_of_tables, pooled(configs(), tables, BAGS)),
+        ):
             optimizer.zero_grad()
             (out.square() * (step + 1)).sum().backward()
             optimizer.step()

@@ -161,8 +161,8 @@ def test_only_what_is_named_does_more_for_more_features(name: str) -> None:
     """A lookup of 856 features built a dict of their names and cut its output into as many pieces, one by one."""
     kind, few, many = KINDS[name], 26, 856
     before, after = work(kind, few), work(kind, many)
-    for direction, expected, one, other in zip(("forward", "backward"), kind[:2], before, after, strict=True):
-        assert one.bytecodes.total() > 50, direction
-        assert growing(one, other, many - few) == expected, direction
+    for direction, expected, few_counts, other in zip(("forward", "backward"), kind[:2], before, after, strict=True):
+        assert few_counts.bytecodes.total() > 50, direction
+        assert growing(few_counts, other, many - few) == expected, direction
     assert after[0].calls.total() - before[0].calls.total() == kind.calls * (many - few)
     assert after[1].calls.total() == before[1].calls.total()

@@ -41,12 +41,12 @@ def quietly() -> Iterator[None]:
 def state_of(module: Any) -> dict[str, Tensor]:
     """Tables, optimizer states and step counts, wherever they are."""
     groups = module._tables.all_groups() if hasattr(module, "_tables") else module._groups
-    found = {}
+    state = {}
     for g, group in enumerate(groups):
         for n, table in enumerate(group.tables):
             named = {"rows": group.view(n), "step": group.step, **group.state_views(n)}
-            found.update({f"{g}/{table.name}/{name}": value.clone() for name, value in named.items()})
-    return found
+            state.update({f"{g}/{table.name}/{name}": value.clone() for name, value in named.items()})
+    return state
 
 
 def look_up(module: Any, batch: KeyedJaggedTensor, mix: Mix) -> Tensor:
@@ -152,7 +152,9 @@ def frozen_while_gradients_wait() -> None:
     """All tables are frozen between forward and backward of one of two batches whose gradients make one step."""
     for strategy in ("table_wise", "column_wise", "grid"):
         mix = mix_for(strategy, pooled=True, batches=(3, 3, 3, 3))
-        mix = replace(mix, tables=tuple(replace(one, options=TableOptions(row_state="table")) for one in mix.tables))
+        mix = replace(
+            mix, tables=tuple(replace(table, options=TableOptions(row_state="table")) for table in mix.tables)
+        )
         trained = []
         for also in (False, True):
             model = shard(mix, build(mix, "rowwise_adagrad"), environment())
@@ -160,7 +162,9 @@ def frozen_while_gradients_wait() -> None:
             look_up(model, batch_of(mix, 0), mix).sum().backward()
             if also:
                 out = look_up(model, batch_of(mix, 1), mix)
-                parameters = [model.get_parameter(f"{model._children_name}.{one.name}.weight") for one in mix.tables]
+                parameters = [
+                    model.get_parameter(f"{model._children_name}.{table.name}.weight") for table in mix.tables
+                ]
                 for parameter in parameters:
                     parameter.requires_grad_(False)
                 out.sum().backward()
@@ -288,10 +292,10 @@ def leases_of_sharded() -> list[list[int]]:
                 if learned:
                     with quietly():
                         out.sum().backward()
-            counts.append([one.leases for one in made])
+            counts.append([group.leases for group in made])
         model.train()
         look_up(model, batch_of(mix, 0), mix).sum().backward()
-        counts.append([one.leases for one in made])
+        counts.append([group.leases for group in made])
     return counts
 
 
@@ -299,7 +303,7 @@ def leases_of_sharded() -> list[list[int]]:
 def test_a_sharded_lookup_of_eval_holds_no_rows() -> None:
     """A cache behind a shard was full after some forwards of eval() with gradients enabled and no backward."""
     for counts in run_ranks(2, leases_of_sharded):
-        assert all(counts) and not any(any(one) for one in counts)
+        assert all(counts) and not any(any(leases) for leases in counts)
 
 
 @pytest.mark.parametrize(("how", "moved"), [("not", [1, 2]), ("torch", []), ("numpy", [2, 5])])

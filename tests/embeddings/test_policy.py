@@ -187,10 +187,10 @@ def test_a_table_behind_a_store_trains_to_the_same_bits(rule: str) -> None:
         offsets = torch.arange(0, 51, 5)
         for group in (whole, tiered):
             group.check(ids, offsets)
-        ours, theirs = whole.pooled(ids, offsets), tiered.pooled(ids, offsets)
-        assert torch.equal(ours, theirs)
-        ours.backward(grad)
-        theirs.backward(grad)
+        plain_output, tiered_output = whole.pooled(ids, offsets), tiered.pooled(ids, offsets)
+        assert torch.equal(plain_output, tiered_output)
+        plain_output.backward(grad)
+        tiered_output.backward(grad)
     store.write_back()
     for number, expected in enumerate([whole.view(0), *(v for k, v in whole.state_views(0).items() if k != "step")]):
         assert torch.equal(torch.stack([store.host[row][number] for row in range(40)]), expected)
@@ -235,8 +235,8 @@ def test_twenty_fused_steps_equal_the_optimizer_of_any_parameter(
         optimizer.zero_grad()
         plain(whole).values().backward(grad)
         optimizer.step()
-    for mine, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
-        assert_close(mine, theirs, 1e-5)
+    for actual, reference in zip(fused.parameters(), plain.parameters(), strict=True):
+        assert_close(actual, reference, 1e-5)
 
 
 class HostGuard(PendingCheck):

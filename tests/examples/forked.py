@@ -37,8 +37,12 @@ def run_script(script: str, *argv: str, ranks: int = 1) -> str:
         count(0.0, ranks)
         running = list(processes)
         # the others may wait for one that failed for ever
-        while running and not any(one.exitcode for one in processes) and wait([p.sentinel for p in running], SECONDS):
-            running = [one for one in running if one.exitcode is None]
+        while (
+            running
+            and not any(process.exitcode for process in processes)
+            and wait([p.sentinel for p in running], SECONDS)
+        ):
+            running = [process for process in running if process.exitcode is None]
         for process in processes:
             # what hangs is seen by its exit code
             process.kill()

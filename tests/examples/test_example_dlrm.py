@@ -153,10 +153,10 @@ def train_with_twin() -> tuple[float, float, float]:
     for batch in source.train(args.batch_size):
         loss, _ = dmp(batch)
         other = nn.functional.binary_cross_entropy_with_logits(twin(batch), batch.labels)
-        for one, its_loss in ((optimizer, loss), (plain, other)):
-            one.zero_grad()
+        for its_optimizer, its_loss in ((optimizer, loss), (plain, other)):
+            its_optimizer.zero_grad()
             its_loss.backward()
-            one.step()
+            its_optimizer.step()
         apart = max(apart, abs(float(loss - other)))
     logits, labels = training.evaluate(dmp, source.evaluate(args.batch_size), device)
     with torch.no_grad():
@@ -167,9 +167,9 @@ def train_with_twin() -> tuple[float, float, float]:
 @pytest.mark.ranks
 @needs(MOVIELENS)
 def test_movielens_trains_as_a_plain_torch_twin_does() -> None:
-    ((found, wanted, apart),) = run_ranks(1, train_with_twin)
+    ((own_auc, wanted, apart),) = run_ranks(1, train_with_twin)
     assert wanted > 0.79
-    assert found == pytest.approx(wanted, abs=0.005)
+    assert own_auc == pytest.approx(wanted, abs=0.005)
     assert apart < 1e-3
 
 
@@ -303,15 +303,15 @@ def test_the_exported_model_is_served_without_the_training_parts(
     done = run_python("-c", FRESH, folder / "model", tmp_path / "batches", tmp_path / "found")
     assert done.stdout.split() == ["_version", "inference", "kernels", "untrusted"]
 
-    found = torch.load(tmp_path / "found")
-    logits = torch.cat([one["logit"] for one in found])
+    answers = torch.load(tmp_path / "found")
+    logits = torch.cat([answer["logit"] for answer in answers])
     labels = torch.cat([batch.labels for batch in batches])
     assert auc(logits, labels) == pytest.approx(result["int8"]["test_auc"], abs=1e-6)
     model = of_the_checkpoint(folder / "checkpoints")
     with torch.no_grad():
         wanted = torch.cat([model(batch)[1][1] for batch in batches])
     assert torch.equal(logits, wanted)
-    assert torch.equal(torch.cat([one["click_probability"] for one in found]), torch.sigmoid(wanted))
+    assert torch.equal(torch.cat([answer["click_probability"] for answer in answers]), torch.sigmoid(wanted))
 
 
 def of_the_checkpoint(folder: Path) -> torch.nn.Module:
@@ -337,8 +337,8 @@ def test_a_checkpoint_exports_to_the_same_files(trained: tuple[dict[str, Any], P
     result = CliRunner().invoke(cli.commands(), ["export", *arguments, str(folder / "checkpoints")])
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-3].split()[-1] == "3.56x"
-    mine, theirs = (path / "tables.safetensors" for path in (tmp_path / "out", folder / "model"))
-    assert mine.read_bytes() == theirs.read_bytes()
+    from_checkpoint, from_training = (path / "tables.safetensors" for path in (tmp_path / "out", folder / "model"))
+    assert from_checkpoint.read_bytes() == from_training.read_bytes()
     assert load_program(tmp_path / "out").facts.features == load_program(folder / "model").facts.features
 
 

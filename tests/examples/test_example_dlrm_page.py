@@ -83,8 +83,8 @@ def test_what_overflows_is_seen(tmp_path: Path, width: int) -> None:
         "the page is 1400 wide", "div.wide reaches to 1400",
     ]  # fmt: skip
     assert overflows(f'{start}<div style="overflow-x:auto">{wide}</div></body></html>', width, tmp_path) == []
-    [said] = overflows(f"{start}{drawn}</body></html>", width, tmp_path)
-    assert said == 'text. "far too long" reaches out of its picture'
+    [message] = overflows(f"{start}{drawn}</body></html>", width, tmp_path)
+    assert message == 'text. "far too long" reaches out of its picture'
 
 
 @pytest.mark.full
@@ -107,7 +107,7 @@ def test_what_to_try_next_works_as_it_is_pasted(shown: tuple[dict[str, Any], Pat
     finally:
         server.terminate()
         assert server.wait(60) == 0
-    assert [list(one) for one in answer["predictions"]] == [["logit", "click_probability"]]
+    assert [list(prediction) for prediction in answer["predictions"]] == [["logit", "click_probability"]]
     assert 0 < answer["predictions"][0]["click_probability"] < 1
 
 
@@ -138,7 +138,9 @@ def test_resume_repeats_the_command_with_more_epochs(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", argv)
     args = example("arguments").parse("", argv[1:])
     try_next = example("try_next")
-    [step] = [one for one in try_next.next_steps(args, 1, None, {}, None) if one.what.startswith("resume")]
+    [step] = [
+        next_step for next_step in try_next.next_steps(args, 1, None, {}, None) if next_step.what.startswith("resume")
+    ]
     # the interpreter and the script come first
     assert shlex.split(step.command)[2:] == [
         "--checkpoint-dir", str(tmp_path), "--data", "a folder", "--epochs", "8", "--resume",
@@ -152,12 +154,12 @@ def test_a_table_s_health_counts_rows_hot_ids_and_norms() -> None:
     counts[:4] = torch.tensor([50, 30, 15, 5])
     weight = torch.zeros(200, 2)
     weight[0] = torch.tensor([3.0, 4.0])
-    found = example("health").table_health("user", counts, weight, weight * 1.01)
-    assert (found.rows, found.dim, found.lookups, found.finite) == (200, 2, 100, True)
+    health = example("health").table_health("user", counts, weight, weight * 1.01)
+    assert (health.rows, health.dim, health.lookups, health.finite) == (200, 2, 100, True)
     # 4 rows of 200; the hottest 1% are 2 rows
-    assert found.trained == pytest.approx(0.02) and found.hot == pytest.approx(0.8)
-    assert (found.median_norm, found.largest_norm) == (0.0, 5.0)
-    assert found.int8_error == pytest.approx(0.01, rel=1e-3)
+    assert health.trained == pytest.approx(0.02) and health.hot == pytest.approx(0.8)
+    assert (health.median_norm, health.largest_norm) == (0.0, 5.0)
+    assert health.int8_error == pytest.approx(0.01, rel=1e-3)
     weight[7, 1] = float("nan")
     assert not example("health").table_health("user", counts, weight, weight).finite
 

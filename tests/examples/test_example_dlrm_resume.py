@@ -105,9 +105,9 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_did_not(
     tmp_path: Path, undisturbed: Callable[..., Run], step: int, world_size: int
 ) -> None:
     wanted, written = undisturbed(world_size)
-    found = resumed(world_size, tmp_path, step)
-    assert measured(found) == measured(wanted)
-    assert [epoch["steps"] for epoch in found["epochs"]] == [20, 20]
+    resumed_run = resumed(world_size, tmp_path, step)
+    assert measured(resumed_run) == measured(wanted)
+    assert [epoch["steps"] for epoch in resumed_run["epochs"]] == [20, 20]
     assert lines(tmp_path) == written
 
 
@@ -116,8 +116,8 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_did_not(
 @pytest.mark.parametrize("pipeline", ["base", "sparse_dist", "prefetch"])
 def test_a_pipeline_resumes_to_the_same_bits(tmp_path: Path, undisturbed: Callable[..., Run], pipeline: str) -> None:
     wanted, written = undisturbed(2)
-    found = resumed(2, tmp_path, 16, "--pipeline", pipeline, "--checkpoint-async")
-    assert measured(found) == measured(wanted)
+    resumed_run = resumed(2, tmp_path, 16, "--pipeline", pipeline, "--checkpoint-async")
+    assert measured(resumed_run) == measured(wanted)
     assert lines(tmp_path) == written
 
 
@@ -133,9 +133,9 @@ def test_another_number_of_ranks_continues_with_the_same_data(
     _, written = undisturbed(1)
     run_ranks(before, interrupt, tmp_path, 16)
     run_ranks(after, train, tmp_path)
-    found = lines(tmp_path)
-    assert [list(line) for line in found] == [list(line) for line in written]
-    for line, other in zip(found, written, strict=True):
+    resumed_lines = lines(tmp_path)
+    assert [list(line) for line in resumed_lines] == [list(line) for line in written]
+    for line, other in zip(resumed_lines, written, strict=True):
         assert line == pytest.approx(other, abs=1e-5 if "loss" in other else 2e-4)
 
 
@@ -166,10 +166,10 @@ def test_a_run_with_other_settings_does_not_resume(tmp_path: Path, change: tuple
 @pytest.mark.ranks
 def test_checkpoints_of_another_run_are_not_overwritten(tmp_path: Path) -> None:
     run_ranks(1, train, tmp_path, "--epochs", "1")
-    said = run_ranks(1, refusal, tmp_path)[0]
+    message = run_ranks(1, refusal, tmp_path)[0]
     choices = "pass --resume, --overwrite or another --checkpoint-dir"
     refused = f"train.py: {tmp_path / 'checkpoints'} holds checkpoints: {choices}"
-    assert said == refused
+    assert message == refused
     # one of the best epoch alone: a run that kept its own beside it would have two best ones
     for path in (tmp_path / "checkpoints").glob("step-*"):
         shutil.rmtree(path)
@@ -250,21 +250,21 @@ def test_a_killed_rank_under_torchrun_ends_with_the_bits_of_the_undisturbed_run(
                 os.kill(pid, signal.SIGKILL)
             run.kill()
         log.seek(0)
-        said = log.read()
-    assert run.returncode == 0, said
-    assert "resumed at step" in said
-    assert "may hang" not in said
+        output = log.read()
+    assert run.returncode == 0, output
+    assert "resumed at step" in output
+    assert "may hang" not in output
     assert measured(json.loads((tmp_path / "result.json").read_text())) == measured(wanted)
     assert lines(tmp_path) == written
 
 
 @pytest.mark.parametrize(
-    ("shared", "restarts", "told"), [("True", "3", True), ("True", "0", False), ("False", "3", False)]
+    ("shared", "restarts", "warns"), [("True", "3", True), ("True", "0", False), ("False", "3", False)]
 )
 def test_a_store_that_outlives_its_workers_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shared: str, restarts: str, told: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shared: str, restarts: str, warns: bool
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     example().main(["--epochs", "1", "--steps", "1", "--batch-size", "4096", "--dim", "4", "--device", "cpu"])
-    assert ("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().out) == told
+    assert ("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().out) == warns

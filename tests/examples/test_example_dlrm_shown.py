@@ -44,8 +44,8 @@ def overfitted(folder: Path | None, *argv: str) -> tuple[dict[str, Any], dict[st
     """A run whose second epoch is said to be the best, and what it exports."""
     training = example("training")
     ne = training.normalized_entropy
-    said = iter([0.9, 0.5, 0.6, 0.7])
-    training.normalized_entropy = lambda logits, labels: next(said)
+    entropies = iter([0.9, 0.5, 0.6, 0.7])
+    training.normalized_entropy = lambda logits, labels: next(entropies)
     try:
         places = [] if folder is None else ["--checkpoint-dir", str(folder)]
         seen: dict[str, torch.Tensor] = {}
@@ -138,9 +138,9 @@ def first_calls() -> tuple[int, int, set[str]]:
         return {name for name in sys.modules if name.startswith("shardwise.kernels.cpu.") and name.endswith("_loops")}
 
     def compiled(*args: Any) -> str:
-        told: str = compile_loops(*args)
+        notice: str = compile_loops(*args)
         seen.update(calls=loops(), files=files())
-        return told
+        return notice
 
     training.compile_loops = compiled
     try:
@@ -229,9 +229,9 @@ def test_the_error_of_a_rank_stands_in_the_report_of_torchrun(tmp_path: Path) ->
     # rank 1 takes the second half of a batch of 6
     (tmp_path / "day_0.tsv").write_text("\n".join([*[good] * 4, "bad", *[good] * 15]) + "\n")
     done = torchrun("--data", str(tmp_path), "--epochs", "1", "--batch-size", "6", "--dim", "4")
-    told = root_cause(done)
-    assert "rank      : 1" in told
-    assert f"traceback : train.py: {tmp_path / 'day_0.tsv'}:5: 1 columns, expected 40" in told
+    cause = root_cause(done)
+    assert "rank      : 1" in cause
+    assert f"traceback : train.py: {tmp_path / 'day_0.tsv'}:5: 1 columns, expected 40" in cause
     assert "Traceback" not in done.stderr.split("FAILED")[-1]
 
 

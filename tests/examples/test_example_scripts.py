@@ -37,23 +37,23 @@ def test_quickstart_says_what_it_did() -> None:
 
 @pytest.mark.full
 def test_every_optimizer_of_the_example_learns() -> None:
-    found = re.findall(r"(\w+)(?: \(a rule\))?: loss (\S+) -> (\S+)", run_script("examples/optimizers.py"))
-    assert [name for name, _, _ in found][:2] == ["Lion", "SGD"] and len(found) == 9
-    assert all(float(last) < 0.3 * float(first) for _, first, last in found)
+    losses = re.findall(r"(\w+)(?: \(a rule\))?: loss (\S+) -> (\S+)", run_script("examples/optimizers.py"))
+    assert [name for name, _, _ in losses][:2] == ["Lion", "SGD"] and len(losses) == 9
+    assert all(float(last) < 0.3 * float(first) for _, first, last in losses)
 
 
 def test_jagged_takes_a_batch_apart_and_puts_it_together() -> None:
     printed = run_script("examples/jagged.py")
     assert '"clicked": [[11, 12], [], [13]]' in printed
-    said = ["fits its tables: True", "same lists: True True", "arrived: [['clicked'], ['tag']]", "same batch: True"]
-    said += ["towers: {'item tower': (3, 5), 'query tower': (3, 4)}", "same columns: True"]
-    assert printed.splitlines()[-6:] == said
+    expected = ["fits its tables: True", "same lists: True True", "arrived: [['clicked'], ['tag']]", "same batch: True"]
+    expected += ["towers: {'item tower': (3, 5), 'query tower': (3, 4)}", "same columns: True"]
+    assert printed.splitlines()[-6:] == expected
 
 
 def test_quantized_tables_in_pieces_give_the_same_bits() -> None:
-    said = run_script("examples/quantize_sharded.py").splitlines()
-    assert len([line for line in said if line.endswith("same bits: True")]) == 4
-    assert "embedding_bags.place.shards.1.weight: [100, 8] at [0, 8] of embedding_bags.place.weight" in said
+    lines = run_script("examples/quantize_sharded.py").splitlines()
+    assert len([line for line in lines if line.endswith("same bits: True")]) == 4
+    assert "embedding_bags.place.shards.1.weight: [100, 8] at [0, 8] of embedding_bags.place.weight" in lines
 
 
 @pytest.mark.ranks
@@ -70,62 +70,62 @@ def test_planning_plans_for_a_cluster_and_trains_here(ranks: int) -> None:
 def test_sharded_learns_its_labels(ranks: int) -> None:
     # as printed in its docstring: by the launcher
     printed = run_script("examples/sharded.py") if ranks == 1 else run(*TORCHRUN, "examples/sharded.py")
-    found = re.search(r"loss (\S+) -> (\S+); pooled \(8, 32\)", printed)
-    assert found, printed
-    assert float(found[2]) < 0.1 * float(found[1])
+    losses = re.search(r"loss (\S+) -> (\S+); pooled \(8, 32\)", printed)
+    assert losses, printed
+    assert float(losses[2]) < 0.1 * float(losses[1])
     assert f"rank:{ranks - 1}/cpu" in printed
 
 
 @pytest.mark.ranks
 @ranks_of_pairs
 def test_managed_collision_learns_ids_that_come_and_go(ranks: int) -> None:
-    said = run_script("examples/managed_collision.py", ranks=ranks).splitlines()
-    first, last = re.findall(r"loss (\S+) -> (\S+)", said[-1])[0]
+    lines = run_script("examples/managed_collision.py", ranks=ranks).splitlines()
+    first, last = re.findall(r"loss (\S+) -> (\S+)", lines[-1])[0]
     assert float(last) < 0.1 * float(first)
     served = ["users of the last days with a row of their own: 8 of 8", "quantized, their labels are right: True"]
-    assert said[1:-1] == (served if ranks == 1 else [])
+    assert lines[1:-1] == (served if ranks == 1 else [])
 
 
 @pytest.mark.ranks
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_every_strategy_trains_as_one_process(ranks: int) -> None:
-    said = run_script("examples/sharding.py", ranks=ranks).splitlines()
-    steps = [line for line in said if line.startswith("step")]
+    lines = run_script("examples/sharding.py", ranks=ranks).splitlines()
+    steps = [line for line in lines if line.startswith("step")]
     assert steps == [f"step {n}: as in one process: True" for n in range(3)]
-    assert "resharded: as in one process: True" in said
-    assert "compressed: off by less than 1e-3: True" in said
-    assert any(" | row_wise " in line for line in said) and any("| grid_shard " in line for line in said)
-    assert ("2 replicas of 2 ranks: averaged" in said) == (ranks == 4)
+    assert "resharded: as in one process: True" in lines
+    assert "compressed: off by less than 1e-3: True" in lines
+    assert any(" | row_wise " in line for line in lines) and any("| grid_shard " in line for line in lines)
+    assert ("2 replicas of 2 ranks: averaged" in lines) == (ranks == 4)
 
 
 @pytest.mark.full
 @pytest.mark.ranks
 @ranks_of_pairs
 def test_micro_batches_train_alike_in_a_loop_and_in_a_pipeline(ranks: int) -> None:
-    said = run_script("examples/accumulation.py", ranks=ranks)
-    found = re.findall(r"(loop|pipeline): loss (\S+) -> (\S+)", said)
-    assert [name for name, _, _ in found] == ["loop", "pipeline"]
-    assert found[0][1:] == found[1][1:] and float(found[0][2]) < 0.1 * float(found[0][1])
-    assert float(said.split()[-1]) > 0.1
+    output = run_script("examples/accumulation.py", ranks=ranks)
+    losses = re.findall(r"(loop|pipeline): loss (\S+) -> (\S+)", output)
+    assert [name for name, _, _ in losses] == ["loop", "pipeline"]
+    assert losses[0][1:] == losses[1][1:] and float(losses[0][2]) < 0.1 * float(losses[0][1])
+    assert float(output.split()[-1]) > 0.1
 
 
 @pytest.mark.ranks
 @ranks_of_pairs
 def test_a_checkpoint_goes_on_under_another_plan(ranks: int) -> None:
-    said = run_script("examples/checkpoint.py", ranks=ranks).splitlines()
-    assert said[0] == "loaded step 10, epoch 1, problems: []"
-    assert said[1] == "goes on as if nothing had happened: True"
+    lines = run_script("examples/checkpoint.py", ranks=ranks).splitlines()
+    assert lines[0] == "loaded step 10, epoch 1, problems: []"
+    assert lines[1] == "goes on as if nothing had happened: True"
 
 
 @pytest.mark.full
 @pytest.mark.ranks
 @ranks_of_pairs
 def test_every_pipeline_makes_the_steps_of_a_plain_loop(ranks: int) -> None:
-    said = run_script("examples/pipeline.py", ranks=ranks).splitlines()
+    lines = run_script("examples/pipeline.py", ranks=ranks).splitlines()
     names = ("plain", "TrainPipelineBase", "TrainPipelineSparseDist", "PrefetchTrainPipelineSparseDist", "stages")
-    assert [line for line in said if "same bits" in line] == [f"{name}: same bits: True" for name in names]
-    assert said[-1].startswith("evaluated 12 batches, mean loss 0.")
+    assert [line for line in lines if "same bits" in line] == [f"{name}: same bits: True" for name in names]
+    assert lines[-1].startswith("evaluated 12 batches, mean loss 0.")
 
 
 def test_every_public_name_is_in_an_example() -> None:
@@ -147,16 +147,16 @@ def test_every_public_name_is_in_the_changelog() -> None:
 
 
 def test_the_example_quantizes_moves_prunes_and_converts() -> None:
-    said = run_script("examples/quantize.py")
-    assert "(user): QuantizedRows(5000 x 64, int4, float16 scales)" in said
-    assert said.count("same") == said.count("same rows: True") + said.count("same again: True") == 2
-    assert "through TorchRec's names: True" in said and "FUSED_NBIT [1000, 68] True" in said
-    assert "behind maps: True KeyedTensor True\nbehind maps: True dict True" in said
-    assert "5.8 times smaller, off by 0.000" in said and "quantized: [True, True, True]" in said
-    assert "outputs: torch.float16 tables: ['INT8', 'INT8']" in said and "on cpu" in said
-    assert "(item): QuantizedRows(1 for 1000 ids x 64, int8, float16 scales)" in said
-    assert "rows of zeros: {'clicked': [True, True], 'bought': [True, False], 'user': [False, True]}" in said
-    assert said.splitlines()[-2:] == [
+    output = run_script("examples/quantize.py")
+    assert "(user): QuantizedRows(5000 x 64, int4, float16 scales)" in output
+    assert output.count("same") == output.count("same rows: True") + output.count("same again: True") == 2
+    assert "through TorchRec's names: True" in output and "FUSED_NBIT [1000, 68] True" in output
+    assert "behind maps: True KeyedTensor True\nbehind maps: True dict True" in output
+    assert "5.8 times smaller, off by 0.000" in output and "quantized: [True, True, True]" in output
+    assert "outputs: torch.float16 tables: ['INT8', 'INT8']" in output and "on cpu" in output
+    assert "(item): QuantizedRows(1 for 1000 ids x 64, int8, float16 scales)" in output
+    assert "rows of zeros: {'clicked': [True, True], 'bought': [True, False], 'user': [False, True]}" in output
+    assert output.splitlines()[-2:] == [
         "72 16", "prepared: ['EmbeddingBagCollection', 'EmbeddingBagCollection', 'EmbeddingCollection']"
     ]  # fmt: skip
 
@@ -173,14 +173,14 @@ def test_every_name_of_quant_is_in_an_example() -> None:
 
 def test_every_model_of_the_example_learns_and_every_part_runs() -> None:
     printed = run_script("examples/models.py")
-    found = re.findall(r"(\w+): loss (\S+) -> (\S+)", printed)
-    assert [name for name, *_ in found] == [
+    losses = re.findall(r"(\w+): loss (\S+) -> (\S+)", printed)
+    assert [name for name, *_ in losses] == [
         "DLRM", "DLRM_DCN", "DLRM_Projection", "SimpleDeepFMNN", "DLRMWrapper", "SimpleDeepFMNNWrapper",
     ]  # fmt: skip
-    assert all(float(last) < 0.9 * float(first) for _, first, last in found), found
-    said = printed.splitlines()[len(found) :]
-    assert [line.split(":")[1].strip() for line in said[:4]] == ["(5, 32)"] * 4
-    assert said[4:] == [
+    assert all(float(last) < 0.9 * float(first) for _, first, last in losses), losses
+    lines = printed.splitlines()[len(losses) :]
+    assert [line.split(":")[1].strip() for line in lines[:4]] == ["(5, 32)"] * 4
+    assert lines[4:] == [
         "interactions: 32 and 10 columns; pairs of 4: 6",
         "DeepFM: (5, 6), pairs (5, 1), together (2, 15)",
         "weights of ['item']: [1.0, 1.0], [1.0, 1.0]",
@@ -204,11 +204,13 @@ def test_every_name_of_models_is_shown_in_an_example() -> None:
 
 @pytest.mark.full
 def test_export_serves_and_reads_what_it_wrote() -> None:
-    said = run_script("examples/export.py").splitlines()
-    assert said[:3] == [
+    lines = run_script("examples/export.py").splitlines()
+    assert lines[:3] == [
         "user: int8, 3.56x smaller than fp32", "clicked: int4, 6.40x smaller than fp32", "same bits: True",
     ]  # fmt: skip
-    assert said[3].startswith("IndexError: feature 'clicked' (table 'clicked'), sample 0: id 1000 is outside [0, 1000)")
-    assert said[4] == "rows: (2, 32) pooled: (2, 32)"
-    assert said[5].startswith("['probability'] [0.")
-    assert said[6].startswith("ModelDamaged: clicks/program.pt2 has 0 bytes, it was written with")
+    assert lines[3].startswith(
+        "IndexError: feature 'clicked' (table 'clicked'), sample 0: id 1000 is outside [0, 1000)"
+    )
+    assert lines[4] == "rows: (2, 32) pooled: (2, 32)"
+    assert lines[5].startswith("['probability'] [0.")
+    assert lines[6].startswith("ModelDamaged: clicks/program.pt2 has 0 bytes, it was written with")

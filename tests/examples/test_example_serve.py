@@ -42,8 +42,8 @@ ABOUT_JSON = [name for name, bad in KINDS.items() if bad.status == 400]
 
 
 def read(*given: object, facts: ModelFacts = FACTS, max_instances: int = 4) -> list[Any]:
-    found: list[Any] = instances.read_instances({"instances": [*given]}, facts, max_instances=max_instances)
-    return found
+    parsed: list[Any] = instances.read_instances({"instances": [*given]}, facts, max_instances=max_instances)
+    return parsed
 
 
 def test_ids_come_in_the_order_of_the_model_and_a_feature_left_out_has_none() -> None:
@@ -54,16 +54,16 @@ def test_ids_come_in_the_order_of_the_model_and_a_feature_left_out_has_none() ->
 
 def test_a_weighted_model_takes_a_weight_for_each_id() -> None:
     facts = replace(FACTS, weighted=True, dense=())
-    one = {"features": {"user": [3], "tag": [1, 2]}, "weights": {"user": [0.5], "tag": [1, 2.5]}}
-    (found,) = read(one, facts=facts)
-    assert (found.ids, found.weights) == ([[3], [], [1, 2]], [[0.5], [], [1, 2.5]])
+    instance = {"features": {"user": [3], "tag": [1, 2]}, "weights": {"user": [0.5], "tag": [1, 2.5]}}
+    (parsed,) = read(instance, facts=facts)
+    assert (parsed.ids, parsed.weights) == ([[3], [], [1, 2]], [[0.5], [], [1, 2.5]])
     for weights, code in [
         ({"user": [0.5]}, "wrong_length"),
         ({"user": [0.5], "tag": [1, True]}, "not_a_number"),
         ({"user": [0.5], "tag": [1, 2], "age": []}, "unknown_feature"),
     ]:
         with pytest.raises(instances.BadRequest) as caught:
-            read({**one, "weights": weights}, facts=facts)
+            read({**instance, "weights": weights}, facts=facts)
         assert caught.value.code == code
     with pytest.raises(instances.BadRequest, match="'weights' is missing"):
         read({"features": {}}, facts=facts)
@@ -74,9 +74,9 @@ def test_what_does_not_fit_the_model_is_refused_with_its_place(kind: str) -> Non
     bad = KINDS[kind]
     with pytest.raises(instances.BadRequest) as caught:
         instances.read_instances(instances.read_body(bad.body), FACTS, max_instances=4)
-    told = json.loads(json.dumps(caught.value.as_json(), allow_nan=False))
-    assert {name: told.get(name) for name in bad.error} == bad.error
-    assert len(json.dumps(told)) < 500
+    error_data = json.loads(json.dumps(caught.value.as_json(), allow_nan=False))
+    assert {name: error_data.get(name) for name in bad.error} == bad.error
+    assert len(json.dumps(error_data)) < 500
 
 
 def test_ids_of_a_feature_without_a_table_are_int64() -> None:
@@ -104,7 +104,7 @@ class Model:
         assert self.go.wait(30)
         if -1 in given:
             raise ZeroDivisionError("minus one")
-        return [10 * one for one in given]
+        return [10 * number for number in given]
 
 
 def batched(
@@ -131,7 +131,7 @@ def batched(
 
 async def submitted(batcher: Any, *requests: Sequence[int]) -> list[asyncio.Task[list[int]]]:
     """A task for each request, in the queue."""
-    tasks = [asyncio.ensure_future(batcher.submit(one)) for one in requests]
+    tasks = [asyncio.ensure_future(batcher.submit(request)) for request in requests]
     await asyncio.sleep(0)
     return tasks
 
@@ -247,17 +247,17 @@ def bodies(page: Path) -> list[str]:
 def asked(folder: Path, body: str) -> list[dict[str, Any]]:
     """The server's answer to a body, of the model in a folder."""
     program = load_program(folder)
-    one = instances.read_instances(instances.read_body(body.encode()), program.facts, max_instances=8)
-    found: list[dict[str, Any]] = instances.answer(program, one)
-    return found
+    requested = instances.read_instances(instances.read_body(body.encode()), program.facts, max_instances=8)
+    answers: list[dict[str, Any]] = instances.answer(program, requested)
+    return answers
 
 
 def test_the_request_of_the_example_fits_its_model_and_has_the_answer_that_is_printed(tmp_path: Path) -> None:
     small_model.export(str(tmp_path / "served"))
     (body,) = bodies(EXAMPLE / "README.md")
-    found = asked(tmp_path / "served", body)
+    answers = asked(tmp_path / "served", body)
     (printed,) = re.findall(r'^\{"predictions": .*$', (EXAMPLE / "README.md").read_text(), re.MULTILINE)
     wanted = json.loads(printed)["predictions"]
-    assert [[*one] for one in found] == [[*one] for one in wanted]
-    for one, other in zip(found, wanted, strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
+    assert [[*answer] for answer in answers] == [[*answer] for answer in wanted]
+    for answer, other in zip(answers, wanted, strict=True):
+        assert answer == pytest.approx(other, rel=1e-4)

@@ -65,19 +65,19 @@ def served(
     monkeypatch.setattr(server, "load_program", lambda folder: model)
 
     async def run() -> Any:
-        one = server.Server("", batches.Limits(**limits), max_instances=1, max_bytes=2**20, threads=1, **options)
-        runner, listening = await server.listen(one, "127.0.0.1", 0)
+        service = server.Server("", batches.Limits(**limits), max_instances=1, max_bytes=2**20, threads=1, **options)
+        runner, listening = await server.listen(service, "127.0.0.1", 0)
         address = listening.sockets[0].getsockname()
         try:
             if ready:
-                await one.run()
+                await service.run()
             async with aiohttp.ClientSession(f"http://127.0.0.1:{address[1]}") as session:
-                return await asyncio.wait_for(steps(session, one, model), 60)
+                return await asyncio.wait_for(steps(session, service, model), 60)
         finally:
             model.go.set()
             listening.close()
             await runner.cleanup()
-            await one.drain()
+            await service.drain()
 
     return asyncio.run(run())
 
@@ -99,20 +99,20 @@ async def ask(session: aiohttp.ClientSession, user: int = 3) -> tuple[int, Any]:
         return response.status, await response.json()
 
 
-async def waiting(one: Any, count: int) -> None:
-    while one.batcher.waiting != count:
+async def waiting(service: Any, count: int) -> None:
+    while service.batcher.waiting != count:
         await asyncio.sleep(0.001)
 
 
 @on_server(ready=False)
 async def test_before_the_model_is_loaded_nothing_is_answered_but_health(
-    session: aiohttp.ClientSession, one: Any, model: Model
+    session: aiohttp.ClientSession, service: Any, model: Model
 ) -> None:
     async with session.get("/healthz") as response:
         assert (response.status, await response.json()) == (503, {"status": "loading"})
-    status, told = await ask(session)
-    assert (status, told["error"]["code"]) == (503, "loading")
-    await one.run()
+    status, answer = await ask(session)
+    assert (status, answer["error"]["code"]) == (503, "loading")
+    await service.run()
     async with session.get("/healthz") as response:
         assert (response.status, await response.json()) == (200, {"status": "ready"})
     # the warm-up came first
@@ -122,23 +122,25 @@ async def test_before_the_model_is_loaded_nothing_is_answered_but_health(
 
 @on_server()
 async def test_a_failing_model_is_a_500_and_the_server_stays_up(
-    session: aiohttp.ClientSession, one: Any, model: Model
+    session: aiohttp.ClientSession, service: Any, model: Model
 ) -> None:
-    for user, said in ((FAILS, "RuntimeError: the model is broken"), (NOT_FINITE, "an output is not finite")):
-        assert await ask(session, user) == (500, {"error": {"code": "model_failed", "message": said}})
+    for user, message in ((FAILS, "RuntimeError: the model is broken"), (NOT_FINITE, "an output is not finite")):
+        assert await ask(session, user) == (500, {"error": {"code": "model_failed", "message": message}})
     assert await ask(session, 5) == (200, {"predictions": [{"logit": 5.0}]})
 
 
 @on_server(max_batch=1, max_queue=2)
-async def test_a_full_queue_is_a_503_until_it_has_room(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+async def test_a_full_queue_is_a_503_until_it_has_room(
+    session: aiohttp.ClientSession, service: Any, model: Model
+) -> None:
     model.go.clear()
     first = asyncio.ensure_future(ask(session, 1))
     while model.calls < 3:
         await asyncio.sleep(0.001)
     taken = [asyncio.ensure_future(ask(session, user)) for user in (2, 3)]
-    await waiting(one, 2)
-    status, told = await ask(session, 4)
-    assert (status, told["error"]["code"]) == (503, "queue_full")
+    await waiting(service, 2)
+    status, answer = await ask(session, 4)
+    assert (status, answer["error"]["code"]) == (503, "queue_full")
     model.go.set()
     assert [await task for task in (first, *taken)] == [
         (200, {"predictions": [{"logit": float(user)}]}) for user in (1, 2, 3)
@@ -148,16 +150,16 @@ async def test_a_full_queue_is_a_503_until_it_has_room(session: aiohttp.ClientSe
 
 @on_server()
 async def test_a_client_that_goes_away_takes_its_request_along(
-    session: aiohttp.ClientSession, one: Any, model: Model
+    session: aiohttp.ClientSession, service: Any, model: Model
 ) -> None:
     model.go.clear()
     first = asyncio.ensure_future(ask(session, 1))
     while model.calls < 3:
         await asyncio.sleep(0.001)
     gone = asyncio.ensure_future(ask(session, 2))
-    await waiting(one, 1)
+    await waiting(service, 1)
     gone.cancel()
-    await waiting(one, 0)
+    await waiting(service, 0)
     model.go.set()
     assert (await first)[0] == 200
     # two of the warm-up and that of the first
@@ -182,8 +184,8 @@ def of_this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hundreds_of_requests_at_once_with_bad_ones_are_all_answered_right(folder: Path) -> None:
     args = argparse.Namespace(requests=300, bad=0.3, instances=3, max_instances=8, max_bytes=2**16, seed=1)
     made = load_test.requests(load_program(folder), args)
-    bad = [one for one in made if isinstance(one, load_test.Bad)]
-    assert {one.status for one in bad} == {400, 404, 405, 413, 415}
+    bad = [request for request in made if isinstance(request, load_test.Bad)]
+    assert {request.status for request in bad} == {400, 404, 405, 413, 415}
     with load_test.running(folder, "--max-instances=8", "--max-bytes=65536", "--max-batch=32") as (url, _):
         seen, _, metrics = asyncio.run(load_test.storm(url, made, len(made)))
         about = asyncio.run(_about(url))
@@ -191,14 +193,14 @@ def test_hundreds_of_requests_at_once_with_bad_ones_are_all_answered_right(folde
     assert seen.statuses[200] == 300 - len(bad)
     numbers = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line[0] != "#")
     assert float(numbers["serve_batch_instances_sum"]) == sum(
-        len(one.predictions) for one in made if isinstance(one, load_test.Good)
+        len(request.predictions) for request in made if isinstance(request, load_test.Good)
     )
     # more requests than batches: they were answered together
     assert float(numbers["serve_batch_instances_count"]) < seen.statuses[200] / 2
     assert numbers['serve_requests_total{path="/predict",status="200"}'] == str(seen.statuses[200])
     assert (numbers["serve_queue_instances"], numbers["serve_ready"]) == ("0", "1")
     assert about["dense"] == [*small_model.DENSE] and about["limits"]["max_batch"] == 32
-    assert {one["name"]: one["ids"] for one in about["features"]} == {
+    assert {feature["name"]: feature["ids"] for feature in about["features"]} == {
         name: [0, rows] for name, rows in small_model.ROWS.items()
     }
 
@@ -228,17 +230,17 @@ def test_a_signal_lets_it_answer_what_it_has_taken(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--folder", "no such"], "server: "),
         (["--folder", ".", "--max-instances", "9", "--max-batch", "8"], "max_instances must be in [1, max_batch = 8]"),
     ],
 )
 def test_a_server_that_cannot_start_says_why(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert server.main([*arguments, "--port", "0"]) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_model_is_asked_for_over_http_as_in_the_readme(folder: Path) -> None:
@@ -249,4 +251,4 @@ def test_a_model_is_asked_for_over_http_as_in_the_readme(folder: Path) -> None:
     read = example("instances")
     asked = read.read_instances(json.loads(body), program.facts, max_instances=4)
     assert len(read.answer(program, asked)) == len(wanted["predictions"])
-    assert all(set(one) == {"logit"} for one in wanted["predictions"])
+    assert all(set(prediction) == {"logit"} for prediction in wanted["predictions"])

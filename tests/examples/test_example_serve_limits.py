@@ -44,13 +44,13 @@ async def opened(session: aiohttp.ClientSession) -> tuple[asyncio.StreamReader, 
 
 async def rest(reader: asyncio.StreamReader) -> bytes:
     """What the server sends until it closes the connection."""
-    found = b""
+    received = b""
     try:
         while block := await asyncio.wait_for(reader.read(2**16), SECONDS):
-            found += block
+            received += block
     except ConnectionResetError:
         pass
-    return found
+    return received
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -68,7 +68,7 @@ def error_of(answer: bytes) -> tuple[bytes, str]:
 
 
 @on_server(options=limits(header_seconds=0.5))
-async def test_half_a_head_is_not_waited_for(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+async def test_half_a_head_is_not_waited_for(session: aiohttp.ClientSession, service: Any, model: Model) -> None:
     """600 connections with half of a request's headers stayed open. A byte now and then does not lengthen the time."""
     pairs = [await opened(session) for _ in range(40)]
     for number, (_, writer) in enumerate(pairs):
@@ -93,18 +93,20 @@ async def test_half_a_head_is_not_waited_for(session: aiohttp.ClientSession, one
 
 
 @on_server(options=limits(idle_seconds=0.3))
-async def test_a_connection_that_does_nothing_is_closed(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+async def test_a_connection_that_does_nothing_is_closed(
+    session: aiohttp.ClientSession, service: Any, model: Model
+) -> None:
     silent, _ = await opened(session)
     asked, writer = await opened(session)
     writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
     nothing, answer = await asyncio.gather(rest(silent), rest(asked))
     # kept alive after its answer, and then closed
     assert nothing == b"" and answer.startswith(b"HTTP/1.1 200") and b"ready" in answer
-    assert one.closed.by_labels["idle",] == 2 and len(one.connections) == 0
+    assert service.closed.by_labels["idle",] == 2 and len(service.connections) == 0
 
 
 @on_server(options=limits(body_seconds=0.3, header_seconds=1.0))
-async def test_half_a_body_is_not_waited_for(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+async def test_half_a_body_is_not_waited_for(session: aiohttp.ClientSession, service: Any, model: Model) -> None:
     bodies = {
         "a length that never comes": b"Content-Length: 100\r\n\r\n{",
         "no byte": b"Content-Length: 100\r\n\r\n",
@@ -116,13 +118,13 @@ async def test_half_a_body_is_not_waited_for(session: aiohttp.ClientSession, one
         writer.write(HEAD + body)
     answers = await asyncio.gather(*(rest(reader) for reader, _ in pairs))
     assert [error_of(answer) for answer in answers] == [(b"408", "body_too_slow")] * len(bodies)
-    await until(lambda: len(one.connections) == 0)
+    await until(lambda: len(service.connections) == 0)
     assert (await ask(session))[0] == 200
 
 
 @on_server(options=limits(header_seconds=1.0))
 async def test_a_body_without_an_end_is_refused_by_its_size(
-    session: aiohttp.ClientSession, one: Any, model: Model
+    session: aiohttp.ClientSession, service: Any, model: Model
 ) -> None:
     reader, writer = await opened(session)
     writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
@@ -144,11 +146,11 @@ async def test_a_body_without_an_end_is_refused_by_its_size(
 def test_a_packed_body_is_refused_and_not_unpacked(
     encoding: str, pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+    async def steps(session: aiohttp.ClientSession, service: Any, model: Model) -> None:
         headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
         async with session.post("/predict", data=pack(b" " * 2**20)[: 2**18], headers=headers) as response:
-            told = (await response.json())["error"]
-            assert (response.status, told["code"], told["permitted"]) == (
+            error = (await response.json())["error"]
+            assert (response.status, error["code"], error["permitted"]) == (
                 415, "wrong_content_encoding", "no Content-Encoding",
             )  # fmt: skip
         headers["Content-Encoding"] = "identity"
@@ -161,22 +163,24 @@ def test_a_packed_body_is_refused_and_not_unpacked(
 
 @on_server(options=limits(max_connections=3))
 async def test_more_connections_than_there_may_be_are_told_so(
-    session: aiohttp.ClientSession, one: Any, model: Model
+    session: aiohttp.ClientSession, service: Any, model: Model
 ) -> None:
     pairs = [await opened(session) for _ in range(3)]
-    await until(lambda: len(one.connections) == 3)
+    await until(lambda: len(service.connections) == 3)
     for _ in range(5):
         reader, _ = await opened(session)
         answer = await rest(reader)
         assert error_of(answer) == (b"503", "too_many_connections") and b"Retry-After: 1\r\n" in answer
-    assert len(one.connections) == 3 and one.closed.by_labels["too_many_connections",] == 5
+    assert len(service.connections) == 3 and service.closed.by_labels["too_many_connections",] == 5
     pairs[0][1].close()
-    await until(lambda: len(one.connections) == 2)
+    await until(lambda: len(service.connections) == 2)
     assert (await ask(session))[0] == 200
 
 
 @on_server(options=limits(idle_seconds=0.5))
-async def test_a_client_that_takes_no_answers_is_let_go(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+async def test_a_client_that_takes_no_answers_is_let_go(
+    session: aiohttp.ClientSession, service: Any, model: Model
+) -> None:
     """Requests one after the other whose answers nobody reads: what waits to be sent is bounded, and then dropped."""
     url = session._base_url
     assert url is not None and url.host is not None and url.port is not None
@@ -190,18 +194,18 @@ async def test_a_client_that_takes_no_answers_is_let_go(session: aiohttp.ClientS
                 await asyncio.get_running_loop().sock_sendall(client, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 50)
 
         asking = asyncio.ensure_future(ask_on())
-        await until(lambda: len(one.connections) == 1)
-        await until(lambda: len(one.connections) == 0)
+        await until(lambda: len(service.connections) == 1)
+        await until(lambda: len(service.connections) == 0)
         asking.cancel()
         # before its socket is closed, whose number the next one gets
         await asyncio.wait([asking])
-    assert one.closed.by_labels["idle",] == 1
+    assert service.closed.by_labels["idle",] == 1
     assert (await ask(session))[0] == 200
 
 
 @on_server(options=limits(header_seconds=1.0, idle_seconds=1.0, body_seconds=1.0))
 async def test_a_request_that_waits_for_the_model_is_not_timed(
-    session: aiohttp.ClientSession, one: Any, model: Model
+    session: aiohttp.ClientSession, service: Any, model: Model
 ) -> None:
     # a request on a connection of its own, so that no kept one is just being closed
     headers = {"Connection": "close"}
@@ -213,12 +217,12 @@ async def test_a_request_that_waits_for_the_model_is_not_timed(
     model.go.set()
     async with await asked as response:
         assert response.status == 200
-    assert not one.closed.by_labels
+    assert not service.closed.by_labels
 
 
 @on_server(options=limits(header_seconds=2.0, idle_seconds=2.0))
 async def test_requests_on_one_connection_begin_its_times_anew(
-    session: aiohttp.ClientSession, one: Any, model: Model
+    session: aiohttp.ClientSession, service: Any, model: Model
 ) -> None:
     reader, writer = await opened(session)
     whole = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -232,12 +236,12 @@ async def test_requests_on_one_connection_begin_its_times_anew(
             assert head.startswith(b"HTTP/1.1 200")
             await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
     writer.close()
-    assert not one.closed.by_labels
+    assert not service.closed.by_labels
 
 
 @on_server()
 async def test_a_request_of_a_mebibyte_of_repeated_keys_is_a_400_like_any_other(
-    session: aiohttp.ClientSession, one: Any, model: Model
+    session: aiohttp.ClientSession, service: Any, model: Model
 ) -> None:
     """It stopped the server for 93 s: 69 thousand keys, the last of them once more, each counted in a list of all."""
     pairs = ",".join(f'"key {n}":0' for n in range(70_000))
@@ -250,7 +254,7 @@ async def test_a_request_of_a_mebibyte_of_repeated_keys_is_a_400_like_any_other(
 
 
 @on_server()
-async def test_a_body_of_any_depth_is_a_400(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+async def test_a_body_of_any_depth_is_a_400(session: aiohttp.ClientSession, service: Any, model: Model) -> None:
     """973 to 976 deep it was a 500: RecursionError."""
     codes = set()
     for depth in [*range(900, 1000), 20_000]:
@@ -274,7 +278,7 @@ def test_what_is_no_http_is_refused_and_not_logged(
         HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"F" * 40 + b"\r\n",
     ]
 
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+    async def steps(session: aiohttp.ClientSession, service: Any, model: Model) -> None:
         for sent in garbage:
             reader, writer = await opened(session)
             writer.write(sent)
@@ -298,10 +302,10 @@ def test_a_client_that_goes_away_in_its_body_is_no_fault_of_ours(
         b"Transfer-Encoding: chunked\r\n\r\n",
     ]
 
-    def answered(one: Any, count: int) -> bool:
-        return sum(one.requests.by_labels.values()) == count  # type: ignore[no-any-return]
+    def answered(service: Any, count: int) -> bool:
+        return sum(service.requests.by_labels.values()) == count  # type: ignore[no-any-return]
 
-    async def steps(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+    async def steps(session: aiohttp.ClientSession, service: Any, model: Model) -> None:
         reading = 0
         read = server.web.Request.read
 
@@ -319,9 +323,9 @@ def test_a_client_that_goes_away_in_its_body_is_no_fault_of_ours(
             writer.write(HEAD + body)
             await until(partial(reads, number + 1))
             writer.close()
-            await until(lambda: len(one.connections) == 0)
-            await until(partial(answered, one, number + 1))
-        assert {status for _, status in one.requests.by_labels} <= {"400", "disconnected"}
+            await until(lambda: len(service.connections) == 0)
+            await until(partial(answered, service, number + 1))
+        assert {status for _, status in service.requests.by_labels} <= {"400", "disconnected"}
         assert (await ask(session))[0] == 200
 
     served(monkeypatch, steps)
@@ -332,8 +336,8 @@ def test_bodies_of_many_lists_do_not_have_the_whole_process_looked_through() -> 
     """1 MB of empty lists made the garbage collector pass over all modules, each time, on the event loop."""
     passed: list[int] = []
 
-    def looked(phase: str, told: dict[str, int]) -> None:
-        if phase == "start" and told["generation"] == 2:
+    def looked(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
             # what a pass over the oldest looks through
             passed.append(len(gc.get_objects(generation=2)))
 
@@ -342,23 +346,23 @@ def test_bodies_of_many_lists_do_not_have_the_whole_process_looked_through() -> 
     gc.callbacks.append(looked)
     try:
         assert gc.get_freeze_count() > 0.9 * before > 50_000
-        found = instances.read_body(b'{"instances": [' + b",".join([b"[]"] * 300_000) + b"]}")
+        parsed = instances.read_body(b'{"instances": [' + b",".join([b"[]"] * 300_000) + b"]}")
     finally:
         gc.callbacks.remove(looked)
         gc.unfreeze()
-    assert isinstance(found, dict) and len(found["instances"]) == 300_000
+    assert isinstance(parsed, dict) and len(parsed["instances"]) == 300_000
     # the lists themselves, and nothing that was there before
     assert all(count < 310_000 for count in passed)
 
 
 def test_a_server_settles_once_its_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(server, "settle", lambda: done.append(one.state))
+    monkeypatch.setattr(server, "settle", lambda: done.append(service.state))
     monkeypatch.setattr(server, "load_program", lambda folder: Model())
-    one: Any = server.Server("", Limits(), max_instances=1, max_bytes=2**20, threads=1)
+    service: Any = server.Server("", Limits(), max_instances=1, max_bytes=2**20, threads=1)
 
     async def run() -> None:
-        serving = asyncio.ensure_future(server.serve(one, "127.0.0.1", 0))
+        serving = asyncio.ensure_future(server.serve(service, "127.0.0.1", 0))
         await until(lambda: bool(done))
         signal.raise_signal(signal.SIGTERM)
         await serving
@@ -368,7 +372,7 @@ def test_a_server_settles_once_its_model_is_loaded(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("argument", "message"),
     [
         ("--max-connections=0", "max_connections must be positive"),
         ("--header-seconds=0", "header_seconds must be a positive number of seconds"),
@@ -378,13 +382,13 @@ def test_a_server_settles_once_its_model_is_loaded(monkeypatch: pytest.MonkeyPat
         ("--max-bytes=0", "max_bytes must be positive"),
     ],
 )
-def test_limits_that_make_no_sense_are_refused(argument: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_that_make_no_sense_are_refused(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert server.main(["--folder", ".", "--port", "0", argument]) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @on_server(options={**limits(max_connections=7), "max_ids": 5})
-async def test_a_server_says_its_limits(session: aiohttp.ClientSession, one: Any, model: Model) -> None:
+async def test_a_server_says_its_limits(session: aiohttp.ClientSession, service: Any, model: Model) -> None:
     async with session.get("/v1/model") as response:
-        told = (await response.json())["limits"]
-    assert (told["max_connections"], told["header_seconds"], told["max_ids"]) == (7, 600.0, 5)
+        reported = (await response.json())["limits"]
+    assert (reported["max_connections"], reported["header_seconds"], reported["max_ids"]) == (7, 600.0, 5)

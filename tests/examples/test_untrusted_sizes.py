@@ -49,15 +49,15 @@ def names(count: int) -> list[str]:
 
 def rename(given: list[str]) -> None:
     """A policy that makes two tables of a checkpoint one."""
-    saved: dict[str, str] = {Name(f"old {n}"): one for n, one in enumerate(given)}
+    saved: dict[str, str] = {Name(f"old {n}"): name for n, name in enumerate(given)}
     manifest: Any = SimpleNamespace(tables=dict.fromkeys(saved), by_address={})
     contents: Any = SimpleNamespace(tables=dict.fromkeys(given), dense={})
     compare._rename(manifest, contents, LoadPolicy(rename=saved))
 
 
 CHECKS: dict[str, tuple[Callable[[list[str]], object], str]] = {
-    "keys of a file": (lambda given: _no_key_twice([(one, 1) for one in given]), "is there twice"),
-    "keys of a request": (lambda given: instances._no_key_twice([(one, 1) for one in given]), "is there twice"),
+    "keys of a file": (lambda given: _no_key_twice([(key, 1) for key in given]), "is there twice"),
+    "keys of a request": (lambda given: instances._no_key_twice([(key, 1) for key in given]), "is there twice"),
     "a signature": (lambda given: Signature(features=given), "features repeat"),
     "a renaming policy": (rename, "the checkpoint would have .* twice"),
 }
@@ -85,12 +85,12 @@ def test_repeated_names_come_once_each_in_their_order() -> None:
         parse_json('{"x": [{"a": 1, "b": 2, "a": 3}]}')
 
 
-def body(one: str) -> str:
-    return f'{{"instances": [{one}]}}'
+def body(instance: str) -> str:
+    return f'{{"instances": [{instance}]}}'
 
 
-def features(one: str) -> str:
-    return body(f'{{"dense": [1, 2, 3], "features": {{{one}}}}}')
+def features(members: str) -> str:
+    return body(f'{{"dense": [1, 2, 3], "features": {{{members}}}}}')
 
 
 # what a body of about `n` bytes is made of
@@ -120,9 +120,9 @@ def read(text: str) -> object:
     try:
         return instances.read_instances(instances.read_body(text.encode()), FACTS, max_instances=10**6, max_ids=10**6)
     except instances.BadRequest as error:
-        told = json.dumps(error.as_json(), allow_nan=False)
-        assert len(told) < 1000
-        return told
+        error_text = json.dumps(error.as_json(), allow_nan=False)
+        assert len(error_text) < 1000
+        return error_text
 
 
 @pytest.mark.parametrize("kind", BODIES)
@@ -149,8 +149,8 @@ def test_reading_a_manifest_is_linear_in_what_it_lists(tmp_path: Path) -> None:
     lines = []
     for count in (50, 200):
         (tmp_path / "manifest.json").write_bytes(to_bytes(manifest_of(count)))
-        found, ran = lines_run(lambda: read_manifest(tmp_path))
-        assert (found.world_size, len(found.tensors), len(found.by_file)) == (count, 2 * count, count)
+        manifest, ran = lines_run(lambda: read_manifest(tmp_path))
+        assert (manifest.world_size, len(manifest.tensors), len(manifest.by_file)) == (count, 2 * count, count)
         lines.append(ran)
     assert lines[1] < 5 * lines[0]
 
@@ -160,7 +160,7 @@ def test_reading_a_header_is_linear_in_its_tensors(tmp_path: Path) -> None:
     for count in (50, 200):
         tensors = [(Stored(DENSE, f"d{n}", WEIGHT, (2,), torch.float32), torch.ones(2)) for n in range(count)]
         facts = write_tensors(tmp_path / f"rank-{count:05d}.safetensors", tensors)
-        _, ran = lines_run(lambda facts=facts, of=tensors: check_header(tmp_path, facts, [one for one, _ in of]))  # type: ignore[misc]
+        _, ran = lines_run(lambda facts=facts, of=tensors: check_header(tmp_path, facts, [name for name, _ in of]))  # type: ignore[misc]
         lines.append(ran)
     assert lines[1] < 5 * lines[0]
 
@@ -194,8 +194,8 @@ def test_a_request_of_any_depth_is_refused_as_one(place: str) -> None:
 
 
 def test_a_request_has_so_many_ids_and_no_more() -> None:
-    one = {"dense": [0, 0, 0], "features": {"tag": [1, 2]}}
-    assert len(instances.read_instances({"instances": [one, one]}, FACTS, max_instances=4, max_ids=4)) == 2
+    instance = {"dense": [0, 0, 0], "features": {"tag": [1, 2]}}
+    assert len(instances.read_instances({"instances": [instance, instance]}, FACTS, max_instances=4, max_ids=4)) == 2
     with pytest.raises(instances.BadRequest, match="instances 0 to 1 have 4 ids: at most 3 ids") as caught:
-        instances.read_instances({"instances": [one, one]}, FACTS, max_instances=4, max_ids=3)
+        instances.read_instances({"instances": [instance, instance]}, FACTS, max_instances=4, max_ids=3)
     assert (caught.value.code, caught.value.places["instance"]) == ("too_many_ids", 1)

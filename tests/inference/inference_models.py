@@ -106,10 +106,10 @@ class Case:
         dense = batch.get("dense")
         with torch.no_grad():
             if self.call is not None:
-                found = self.call(model, kjt, dense)
+                outputs = self.call(model, kjt, dense)
             else:
-                found = model(kjt) if dense is None else model(dense, kjt)
-        return dict(zip(self.outputs, named_outputs(found).values(), strict=True))
+                outputs = model(kjt) if dense is None else model(dense, kjt)
+        return dict(zip(self.outputs, named_outputs(outputs).values(), strict=True))
 
 
 DENSE = ["age", "hour"]

@@ -83,9 +83,9 @@ def test_threads_do_not_see_each_others_bad_ids(program: Program) -> None:
             return str(error)
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(answer, range(200)))
-    assert all(isinstance(one, Tensor) and torch.equal(one, wanted) for one in found[::2])
-    assert all(isinstance(one, str) and "id 1000 is outside" in one for one in found[1::2])
+        answers = list(pool.map(answer, range(200)))
+    assert all(isinstance(result, Tensor) and torch.equal(result, wanted) for result in answers[::2])
+    assert all(isinstance(result, str) and "id 1000 is outside" in result for result in answers[1::2])
 
 
 def test_the_tables_are_written_once(tmp_path: Path) -> None:
@@ -103,10 +103,12 @@ def test_the_tables_are_written_once(tmp_path: Path) -> None:
 def test_model_json_says_what_there_is(folder: Path) -> None:
     facts = read_facts(folder)
     assert facts.dense == tuple(DENSE) and not facts.weighted
-    assert [(one.name, one.tables, one.ids) for one in facts.features] == [
+    assert [(feature.name, feature.tables, feature.ids) for feature in facts.features] == [
         ("a", ("a",), 50), ("b", ("b",), 51), ("c", ("c",), 52),
     ]  # fmt: skip
-    assert [(one.name, one.dtype, one.shape) for one in facts.outputs] == [("output", "float32", ("batch", 1))]
+    assert [(output.name, output.dtype, output.shape) for output in facts.outputs] == [
+        ("output", "float32", ("batch", 1))
+    ]
     table = facts.tables[0]
     assert (table.rows, table.dim, table.format, table.scale_dtype, table.pooling) == (50, 8, "int8", "float16", "mean")
     assert table.bytes == 50 * (8 + 4) and table.fp32_bytes == 50 * 32
@@ -308,9 +310,9 @@ def test_a_program_gives_the_bits_of_its_model_at_any_batch_size(name: str, tmp_
     assert [output.name for output in facts.outputs] == case.outputs
     for size in (0, 1, 2, 7):
         batch = case.batch(size)
-        found = program(**batch)
-        assert list(found) == case.outputs
-        torch.testing.assert_close(found, case.wanted(model, batch), rtol=0, atol=0)
+        outputs = program(**batch)
+        assert list(outputs) == case.outputs
+        torch.testing.assert_close(outputs, case.wanted(model, batch), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
@@ -321,9 +323,9 @@ def test_ids_behind_maps_may_be_any(tmp_path: Path, pooled: bool) -> None:
     assert [feature.ids for feature in facts.features] == [None, None, None]
     assert all(table.mapped for table in facts.tables)
     batch = batch_of(9)
-    found = load_program(tmp_path / "out")(batch.values(), batch.lengths())
+    outputs = load_program(tmp_path / "out")(batch.values(), batch.lengths())
     wanted = named_outputs(model(batch)[0])
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert all(torch.equal(outputs[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("name", ["pooled", "sequence"])

@@ -76,10 +76,10 @@ def test_a_predict_module_runs_its_model_in_inference_mode_and_eval() -> None:
     served = Served(model, "cpu")
     assert served.predict_module is model and not model.training
     batch = CASES["dlrm"].batch(3)
-    found = served(as_dict(batch))["default"]
+    logits = served(as_dict(batch))["default"]
     wanted = model(batch["dense"], KeyedJaggedTensor(FEATURES, batch["values"], lengths=batch["lengths"])).squeeze(1)
-    assert served.inference and found.is_inference()
-    assert torch.equal(found, wanted.detach())
+    assert served.inference and logits.is_inference()
+    assert torch.equal(logits, wanted.detach())
 
 
 def test_its_state_dict_has_the_names_of_the_model() -> None:
@@ -135,9 +135,9 @@ def test_quantize_dense_makes_all_but_tables_fp16() -> None:
     dtypes = {name.split(".")[0]: tensor.dtype for name, tensor in model.named_parameters()}
     assert dtypes == {"sparse_arch": torch.float32, "dense_arch": torch.float16, "over_arch": torch.float16}
     # fp32 inputs of a child become fp16, tables stay
-    found = model.dense_arch(batch["dense"])  # type: ignore[operator]
-    assert found.dtype == torch.float16
-    torch.testing.assert_close(found.float(), dlrm().dense_arch(batch["dense"]), rtol=1e-2, atol=1e-2)
+    hidden = model.dense_arch(batch["dense"])  # type: ignore[operator]
+    assert hidden.dtype == torch.float16
+    torch.testing.assert_close(hidden.float(), dlrm().dense_arch(batch["dense"]), rtol=1e-2, atol=1e-2)
 
 
 def test_quantize_dense_knows_fp16_alone() -> None:

@@ -61,14 +61,14 @@ def test_bags_are_those_of_the_program(exported: tuple[Any, Path], weighted: boo
     batch = CASES["weighted"].batch(6)
     if not weighted:
         batch["weights"] = torch.ones_like(batch["weights"])
-    found, tables = load_program(folder)(**batch), read_tables(folder)
+    outputs, tables = load_program(folder)(**batch), read_tables(folder)
     begin = 0
     for name, lengths in zip(FEATURES, batch["lengths"], strict=True):
         end = begin + int(lengths.sum())
         offsets = np.concatenate([[0], np.cumsum(lengths.numpy())])
         ids, weights = batch["values"][begin:end].tolist(), batch["weights"][begin:end].numpy()
-        mine = tables[name].pooled(ids, offsets, weights) if weighted else tables[name].pooled(ids, offsets)
-        np.testing.assert_allclose(mine, found[name].numpy(), rtol=1e-6, atol=1e-6)
+        looked_up = tables[name].pooled(ids, offsets, weights) if weighted else tables[name].pooled(ids, offsets)
+        np.testing.assert_allclose(looked_up, outputs[name].numpy(), rtol=1e-6, atol=1e-6)
         begin = end
 
 
@@ -81,8 +81,8 @@ def test_pruned_ids_are_rows_of_zeros(tmp_path: Path) -> None:
     assert (pruned.rows, pruned.ids, pruned.pruned) == (30, 51, True)
     ids = list(range(51))
     batch = {"values": torch.tensor(ids), "lengths": torch.stack([torch.full((51,), n) for n in (0, 1, 0)])}
-    wanted, found = CASES["pooled"].wanted(quantized, batch), load_program(tmp_path / "out")(**batch)
-    assert torch.equal(found["b"], wanted["b"])
+    wanted, outputs = CASES["pooled"].wanted(quantized, batch), load_program(tmp_path / "out")(**batch)
+    assert torch.equal(outputs["b"], wanted["b"])
     table = read_tables(tmp_path / "out")["b"]
     np.testing.assert_array_max_ulp(table.rows(ids), wanted["b"].numpy(), maxulp=1)
     assert int((table.rows(ids) == 0).all(1).sum()) == 21

@@ -61,13 +61,13 @@ def trained(pooled: bool) -> Any:
     make: Any = ManagedCollisionEmbeddingBagCollection if pooled else ManagedCollisionEmbeddingCollection
     module = make(inner, ManagedCollisionCollection(maps, tables))
     for step in range(5):
-        found, _ = module(batch_of(step))
-        torch.autograd.backward([one.sum() for one in outputs(found)])
+        rows, _ = module(batch_of(step))
+        torch.autograd.backward([output.sum() for output in outputs(rows)])
     return module
 
 
-def outputs(found: Any) -> list[Tensor]:
-    return [one if isinstance(one, Tensor) else one.values() for one in (found[name] for name in "fgh")]
+def outputs(rows: Any) -> list[Tensor]:
+    return [value if isinstance(value, Tensor) else value.values() for value in (rows[name] for name in "fgh")]
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.quint4x2, torch.float16])
@@ -82,12 +82,12 @@ def test_rows_are_those_of_the_quantized_collection_at_the_slots_of_training(poo
     for mode in (False, True):
         made.train(mode)
         for step in range(3, 7):
-            found, slots = made(batch_of(step))
+            rows, slots = made(batch_of(step))
             expected = module._managed_collision_collection(batch_of(step))
             assert slots.keys() == ["f", "g", "h"] and torch.equal(slots.values(), expected.values())
             # some ids have no slot
             assert (slots.values() == ROWS - 1).any()
-            assert all(torch.equal(a, b) for a, b in zip(outputs(found), outputs(plain(slots)), strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(outputs(rows), outputs(plain(slots)), strict=True))
     state = made.state_dict()
     assert all(torch.equal(value, state[f"_managed_collision_collection.{name}"]) for name, value in learned.items())
 
@@ -115,16 +115,16 @@ def test_copies_give_the_same_bits(pooled: bool, how: str) -> None:
     if how == "state":
         torch.manual_seed(1)
         other = _quantized(trained(pooled))
-        for one in other.buffers():
-            one.zero_()
+        for buffer in other.buffers():
+            buffer.zero_()
         other.load_state_dict(made.state_dict())
     else:
         other = pickle.loads(pickle.dumps(made)) if how == "pickle" else copy.deepcopy(made)
         other = other.to("cpu") if how == "moved" else other
     for step in range(4, 7):
-        (found, slots), (again, others) = made(batch_of(step)), other(batch_of(step))
+        (rows, slots), (again, others) = made(batch_of(step)), other(batch_of(step))
         assert torch.equal(slots.values(), others.values())
-        assert all(torch.equal(a, b) for a, b in zip(outputs(found), outputs(again), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(outputs(rows), outputs(again), strict=True))
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
@@ -136,13 +136,13 @@ def test_pieces_on_devices_give_the_bits_of_the_whole(pooled: bool, kind: str) -
     sharded, plan = shard_quant_model(model, 2, "cpu", "cpu", constraints=constraints)
     mc: Any = sharded["mc"]  # type: ignore[index]
     assert type(mc).__name__ == f"ShardedQuantManagedCollisionEmbedding{'Bag' if pooled else ''}Collection"
-    assert {one.sharding_type for one in plan.plan["mc"].values()} == {kind}  # type: ignore[attr-defined]
+    assert {sharding.sharding_type for sharding in plan.plan["mc"].values()} == {kind}  # type: ignore[attr-defined]
     assert set(mc.state_dict()) == set(made.state_dict())
     mc.train()
     for step in range(4, 7):
-        (found, slots), (again, others) = made(batch_of(step)), mc(batch_of(step))
+        (rows, slots), (again, others) = made(batch_of(step)), mc(batch_of(step))
         assert torch.equal(slots.values(), others.values())
-        assert all(torch.equal(a, b) for a, b in zip(outputs(found), outputs(again), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(outputs(rows), outputs(again), strict=True))
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -69,14 +69,14 @@ def test_a_captured_permute_waits_for_nothing_and_gives_the_same_bags(
     monkeypatch: pytest.MonkeyPatch, order: list[int], weighted: bool, capacity: int | None
 ) -> None:
     expected = read(batch("cpu", weighted=weighted, capacity=capacity).permute(order))
-    with use_fake_cuda(found := Counted()):
+    with use_fake_cuda(counts := Counted()):
         held = batch(CUDA, weighted=weighted, capacity=capacity)
         # what a warm-up leaves: the order on the device, and sizes of a batch that no replay has
         held.permute(order)
         capture(monkeypatch, True)
-        found.clear()
+        counts.clear()
         moved = held.permute(order)
-        assert not found.syncs and not found.copies
+        assert not counts.syncs and not counts.copies
         capture(monkeypatch, False)
         got = read(moved)
     assert moved.keys() == [KEYS[i] for i in order]
@@ -89,7 +89,7 @@ def test_a_captured_permute_waits_for_nothing_and_gives_the_same_bags(
 
 def test_a_collection_whose_tables_have_another_order_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A permute of keys read their sizes and copied from memory that is not pinned: a capture refuses both."""
-    with use_fake_cuda(found := Counted()):
+    with use_fake_cuda(counts := Counted()):
         tables = [EmbeddingBagConfig(50, 8, f"t{k}", feature_names=[k]) for k in "cab"]
         model = EmbeddingBagCollection(tables=tables, device=CUDA)
         apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
@@ -100,10 +100,10 @@ def test_a_collection_whose_tables_have_another_order_is_captured(monkeypatch: p
             warm.sum().backward()
         eager = model(held).values().detach().cpu()
         capture(monkeypatch, True)
-        found.clear()
+        counts.clear()
         captured = model(held).values()
         captured.sum().backward()
-        assert not found.syncs and not found.copies
+        assert not counts.syncs and not counts.copies
         assert torch.equal(captured.detach().cpu(), eager)
         capture(monkeypatch, False)
 

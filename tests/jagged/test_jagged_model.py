@@ -371,16 +371,16 @@ def test_lists_that_a_batch_hands_out_are_the_callers(how: str) -> None:
     kjt = build(OWN)
     warm(kjt)
     copied = TAKEN[how](kjt)
-    for one in (kjt, copied):
+    for keyed in (kjt, copied):
         lists: list[list[Any]] = [
-            one.keys(), one.stride_per_key(), one.stride_per_key_per_rank(), one.stride_per_key_per_rank()[0],
-            one.length_per_key(), one.offset_per_key(), one.lengths_offset_per_key(), one.inverse_indices()[0],
-            one.length_per_key_or_none() or [], one.offset_per_key_or_none() or [],
+            keyed.keys(), keyed.stride_per_key(), keyed.stride_per_key_per_rank(), keyed.stride_per_key_per_rank()[0],
+            keyed.length_per_key(), keyed.offset_per_key(), keyed.lengths_offset_per_key(), keyed.inverse_indices()[0],
+            keyed.length_per_key_or_none() or [], keyed.offset_per_key_or_none() or [],
         ]  # fmt: skip
         for handed in lists:
             handed[0] = handed[-1]
             handed.append(handed[0])
-        one.index_per_key().clear()
+        keyed.index_per_key().clear()
     check(copied, OWN)
     check(kjt, OWN)
 

@@ -61,14 +61,14 @@ def held(kjt: KeyedJaggedTensor | JaggedTensor, through: str) -> Tensor:
 def compare(results: list[Tensor], moved: list[list[int]], leaf: Tensor) -> None:
     """`moved` are the positions of the leaf that each result shows, in its order; -1 for what is no item."""
     assert [result.numel() for result in results] == list(map(len, moved))
-    flat = [position for one in moved for position in one]
+    flat = [position for row in moved for position in row]
     upstream = [1.0 + 0.5 * i for i in range(len(flat))]
     total = torch.cat([result.flatten() for result in results]) if results else leaf[:0]
     (total * torch.tensor(upstream)).sum().backward()
     kept = [(position, factor) for position, factor in zip(flat, upstream, strict=True) if position >= 0]
     wanted = gradient([position for position, _ in kept], [factor for _, factor in kept], leaf.numel())
-    found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    assert found.flatten().tolist() == wanted
+    grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    assert grad.flatten().tolist() == wanted
 
 
 THROUGH = st.sampled_from(["values", "weights"])
@@ -105,16 +105,16 @@ def test_of_concat(data: st.DataObject, form: Form, other: Form, through: str, s
     drawn = [
         data.draw(batches(keys=keys, samples=samples, variable=False, weighted=False)) for keys in (KEYS[:2], KEYS[2:])
     ]
-    made = [tracked(batch, one, through) for batch, one in zip(drawn, (form, other), strict=True)]
+    made = [tracked(batch, its_form, through) for batch, its_form in zip(drawn, (form, other), strict=True)]
     joined = held(KeyedJaggedTensor.concat([kjt for kjt, _ in made]), through)
     upstream = torch.arange(1.0, joined.numel() + 1)
     (joined * upstream).sum().backward()
     begin = 0
     for batch, (_, leaf) in zip(drawn, made, strict=True):
         size = len(batch.items)
-        found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        assert found[:size].tolist() == upstream[begin : begin + size].tolist()
-        assert not found[size:].any()
+        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        assert grad[:size].tolist() == upstream[begin : begin + size].tolist()
+        assert not grad[size:].any()
         begin += size
 
 
@@ -140,7 +140,7 @@ def test_of_copies(batch: Batch, form: Form, through: str) -> None:
     kjt, leaf = tracked(batch, form, through)
     copied = [kjt.to("cpu"), kjt.flatten_lengths(), kjt.sync().unsync()]
     own = len(batch.items)
-    compare([held(one, through)[:own] for one in copied], [by_position(batch).ids] * 3, leaf)
+    compare([held(kjt_copy, through)[:own] for kjt_copy in copied], [by_position(batch).ids] * 3, leaf)
 
 
 @given(st.lists(BAGS, max_size=4), st.integers(1, 2), st.none() | st.integers(0, 4), st.booleans())

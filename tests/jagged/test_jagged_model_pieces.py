@@ -115,10 +115,10 @@ def filled(jt: JaggedTensor) -> JaggedTensor:
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "to": lambda one: one.to("cpu"),
+    "to": lambda jt: jt.to("cpu"),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "pickle": lambda one: pickle.loads(pickle.dumps(one)),
+    "pickle": lambda jt: pickle.loads(pickle.dumps(jt)),
     "pytree": unflattened,
 }
 
@@ -179,9 +179,9 @@ def test_nested_tensors_of_each_key_and_back(batch: Batch, dtype: torch.dtype, o
     kjt = build(batch, Form(ids=dtype, given="offsets" if offsets else "lengths"))
     nested = kjt.to_nested()
     assert list(nested) == batch.keys
-    for (key, bags), one in zip(batch.features, nested.values(), strict=True):
-        assert (one.is_nested, one.layout, one.dtype) == (True, torch.jagged, dtype), key
-        assert [row.tolist() for row in one.unbind()] == ids_of(bags)
+    for (key, bags), nested_ids in zip(batch.features, nested.values(), strict=True):
+        assert (nested_ids.is_nested, nested_ids.layout, nested_ids.dtype) == (True, torch.jagged, dtype), key
+        assert [row.tolist() for row in nested_ids.unbind()] == ids_of(bags)
     check(KeyedJaggedTensor.from_nested(nested), from_bags(dict(batch.features), False))
 
 
@@ -250,7 +250,7 @@ def test_groups_are_columns_side_by_side(
     drawn: tuple[list[dict[str, list[list[float]]]], int], key_dim: int, data: st.DataObject
 ) -> None:
     inputs, rows = drawn
-    columns = {key: table for one in inputs for key, table in one.items()}
+    columns = {key: table for kt_columns in inputs for key, table in kt_columns.items()}
     # a table of no rows does not say how wide it is
     widths = {key: len(table[0]) if table else 2 for key, table in columns.items()}
 
@@ -259,21 +259,24 @@ def test_groups_are_columns_side_by_side(
         wide = flat.view(rows, sum(widths[key] for key in keys)).float()
         return wide if key_dim == 1 else wide.t().contiguous()
 
-    kts = [KeyedTensor(list(one), [widths[key] for key in one], beside(list(one)), key_dim) for one in inputs]
-    for kt, one in zip(kts, inputs, strict=True):
-        assert (kt.keys(), kt.length_per_key()) == (list(one), [widths[key] for key in one])
-        assert kt.offset_per_key() == starts([widths[key] for key in one])
+    kts = [
+        KeyedTensor(list(kt_columns), [widths[key] for key in kt_columns], beside(list(kt_columns)), key_dim)
+        for kt_columns in inputs
+    ]
+    for kt, kt_columns in zip(kts, inputs, strict=True):
+        assert (kt.keys(), kt.length_per_key()) == (list(kt_columns), [widths[key] for key in kt_columns])
+        assert kt.offset_per_key() == starts([widths[key] for key in kt_columns])
         assert all(torch.equal(part, beside([key])) for key, part in kt.to_dict().items())
-        assert all(torch.equal(kt[key], beside([key])) for key in one)
+        assert all(torch.equal(kt[key], beside([key])) for key in kt_columns)
         for how, make in COPIES.items():
             copied = make(kt)
-            found = (copied.keys(), copied.length_per_key(), copied.key_dim())
-            assert found == (list(one), kt.length_per_key(), key_dim), how
+            copied_facts = (copied.keys(), copied.length_per_key(), copied.key_dim())
+            assert copied_facts == (list(kt_columns), kt.length_per_key(), key_dim), how
             assert torch.equal(copied.values(), kt.values())
     groups = data.draw(st.lists(st.lists(st.sampled_from(sorted(columns)), max_size=4), max_size=3))
-    found = KeyedTensor.regroup(kts, groups)
-    assert [part.shape for part in found] == [beside(group).shape for group in groups]
-    assert all(torch.equal(part, beside(group)) for part, group in zip(found, groups, strict=True))
+    regrouped = KeyedTensor.regroup(kts, groups)
+    assert [part.shape for part in regrouped] == [beside(group).shape for group in groups]
+    assert all(torch.equal(part, beside(group)) for part, group in zip(regrouped, groups, strict=True))
     named = KeyedTensor.regroup_as_dict(kts, groups, [str(i) for i in range(len(groups))])
     assert all(torch.equal(part, beside(group)) for part, group in zip(named.values(), groups, strict=True))
 
@@ -296,7 +299,7 @@ def test_a_module_regroups_inputs_whose_order_changes(data: st.DataObject) -> No
             for keys in (order[:cut], order[cut:])
             if keys
         ]
-        found = module(inputs)
-        assert list(found) == names
-        for group, part in zip(groups, found.values(), strict=True):
+        regrouped = module(inputs)
+        assert list(regrouped) == names
+        for group, part in zip(groups, regrouped.values(), strict=True):
             assert torch.equal(part, torch.cat([parts[key] for key in group], 1))

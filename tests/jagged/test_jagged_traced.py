@@ -61,10 +61,10 @@ def _read_in_graph() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def assert_same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.equal(one, other)
+def assert_same(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    assert len(actual) == len(wanted)
+    for actual_part, wanted_part in zip(actual, wanted, strict=True):
+        assert torch.equal(actual_part, wanted_part)
 
 
 def test_pieces_compile_into_one_graph() -> None:

@@ -84,8 +84,8 @@ def test_a_recorded_step_trains_on_batches_of_any_size(where: torch.device, rule
     # what the recording itself may have trained
     weights.copy_(first)
     state.step.copy_(first_state.step)
-    for mine, theirs in zip(state.states, first_state.states, strict=True):
-        mine.copy_(theirs)
+    for current, initial in zip(state.states, first_state.states, strict=True):
+        current.copy_(initial)
     sizes = set()
     for seed in range(5):
         now = batch.batch_of(seed)
@@ -119,8 +119,8 @@ def test_what_replays_left_in_the_guard_is_raised_and_cleared(place: int, error:
 @pytest.mark.gpu
 def test_a_collection_trains_in_a_captured_graph_and_a_bad_replay_raises_at_check() -> None:
     where = torch.device("cuda")
-    found = gpu_ops.graph_capture("cuda", SMALL)
-    assert found["captured"]
+    report = gpu_ops.graph_capture("cuda", SMALL)
+    assert report["captured"]
     model = gpu_ops._collection("cuda")
     batch = gpu_ops._batch(0, "cuda")
     ids = batch.values().clone()

@@ -38,7 +38,7 @@ def test_lookups_and_updates_have_their_bits_under_any_default_dtype(
     # runs of one row that are summed in parts
     monkeypatch.setattr(cpu_update, "_LONG", 40)
     monkeypatch.setattr(cpu_update, "_ALONE", 0)
-    found = []
+    results = []
     for default in (torch.float32, dtype):
         torch.set_default_dtype(torch.float32)
         batch = inputs(HOT, torch_device(device))
@@ -47,8 +47,8 @@ def test_lookups_and_updates_have_their_bits_under_any_default_dtype(
         out = pooled_lookup(*batch.lookup)
         weights = batch.weights.clone()
         fused_update(*update_args(weights, state, grad, batch))
-        found.append((out, weights, *state.states))
-    for got, expected in zip(found[1], found[0], strict=True):
+        results.append((out, weights, *state.states))
+    for got, expected in zip(results[1], results[0], strict=True):
         assert got.dtype == torch.float32
         assert_same_bits(got, expected)
 

@@ -60,14 +60,18 @@ def ops() -> dict[str, Callable[[], Any]]:
 
     def trained(fn: Callable[..., Any], *given: Any) -> Callable[[], Any]:
         def run() -> Any:
-            found = fn(*given)
-            one = found if isinstance(found, Tensor) else next(t for t in found if t is not None and t.requires_grad)
-            return one, *torch.autograd.grad(one.square().sum(), [t for t in given if is_leaf(t)])
+            outputs = fn(*given)
+            output = (
+                outputs
+                if isinstance(outputs, Tensor)
+                else next(t for t in outputs if t is not None and t.requires_grad)
+            )
+            return output, *torch.autograd.grad(output.square().sum(), [t for t in given if is_leaf(t)])
 
         return run
 
-    def is_leaf(one: Any) -> bool:
-        return isinstance(one, Tensor) and one.requires_grad
+    def is_leaf(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.requires_grad
 
     def lookup(sequence: bool, fused: bool, weighted: bool = False) -> Callable[[], Any]:
         config = {"num_embeddings": ROWS, "embedding_dim": COLUMNS, "feature_names": ["f"]}

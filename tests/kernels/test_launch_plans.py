@@ -94,7 +94,7 @@ def calls_of(features: int, mixed: bool) -> dict[str, Callable[[], object]]:
     hyper = there(3, dtype=torch.float64)
     rows_of_ids, state = there(ids, 16), there(first)
     backwards = list(range(features))[::-1]
-    found: dict[str, Callable[[], object]] = {
+    calls: dict[str, Callable[[], object]] = {
         "pooled lookup": lambda: kernels.pooled_lookup(weights, index, offsets, None, table, dims, flat, "sum"),
         "check": lambda: kernels.check_ids(index, offsets, table, guard, names=names, step_guard=guard),
         "update": lambda: kernels.fused_update(
@@ -108,7 +108,7 @@ def calls_of(features: int, mixed: bool) -> dict[str, Callable[[], object]]:
         "permute": lambda: kernels.permute_pooled(grad, dims, backwards),
     }  # fmt: skip
     if not mixed:
-        found |= {
+        calls |= {
             "sequence lookup": lambda: kernels.sequence_lookup(weights, index, offsets, table, 16, flat),
             "quantized sequence": lambda: kernels.quantized_sequence_lookup(
                 payload, scales, index, offsets, table, 16, "int8"
@@ -118,7 +118,7 @@ def calls_of(features: int, mixed: bool) -> dict[str, Callable[[], object]]:
                 "rowwise_adagrad", hyper, guard, "sequence",
             ),
         }  # fmt: skip
-    return found
+    return calls
 
 
 @needs_triton
@@ -144,17 +144,17 @@ def test_the_host_does_no_more_for_856_features_than_for_26(mixed: bool) -> None
 def by_features(dims: tuple[int, ...], itemsize: int, out_itemsize: int) -> list[tuple[int, ...]]:
     """Launches of a lookup, from each of its features."""
     columns, order = column_offsets(dims), launch_order(dims)
-    found = []
+    launches = []
     for width in sorted({next_power_of_2(dim) for dim in dims}):
         fs = [f for f in order if next_power_of_2(dims[f]) == width]
         starts = [columns[f] for f in fs if columns[f]] + [columns[-1]]
-        found.append(
+        launches.append(
             (
                 order.index(fs[0]), len(fs), width, min(row_alignment(dims[f], itemsize) for f in fs),
                 min(row_alignment(n, out_itemsize) for n in starts), min(row_alignment(dims[f], 1) for f in fs),
             )
         )  # fmt: skip
-    return found
+    return launches
 
 
 @pytest.mark.parametrize("dims", DIMS)
@@ -165,15 +165,15 @@ def test_a_plan_says_of_its_features_what_each_of_them_needs(dims: tuple[int, ..
         assert list(map(tuple, plan.launches)) == by_features(dims, itemsize, out_itemsize)
         launches = gradient_plan(dims, itemsize, out_itemsize).launches
         classes = {(next_power_of_2(dim), row_alignment(dim, itemsize)) for dim in dims}
-        assert [(one.width, one.align) for one in launches] == sorted(classes)
-        assert [one.first for one in launches] == column_offsets([one.features for one in launches])[:-1]
-        assert sum(one.features for one in launches) == len(dims)
+        assert [(launch.width, launch.align) for launch in launches] == sorted(classes)
+        assert [launch.first for launch in launches] == column_offsets([launch.features for launch in launches])[:-1]
+        assert sum(launch.features for launch in launches) == len(dims)
     for name in ("int8", "int4", "int2", "fp16"):
         kind = row_format(name)
-        for one in quantized_plan(dims, name, 4).launches:
-            fs = launch_order(dims)[one.first : one.first + one.features]
-            assert {next_power_of_2(unit_count(dims[f], kind)) for f in fs} == {one.width}
-            assert min(unit_alignment(dims[f], kind) for f in fs) == one.align
+        for launch in quantized_plan(dims, name, 4).launches:
+            fs = launch_order(dims)[launch.first : launch.first + launch.features]
+            assert {next_power_of_2(unit_count(dims[f], kind)) for f in fs} == {launch.width}
+            assert min(unit_alignment(dims[f], kind) for f in fs) == launch.align
     columns = column_offsets(dims)
     for dim in set(dims):
         numbers = [dim, sum(dims), *(columns[f] for f, other in enumerate(dims) if other == dim)]
@@ -191,9 +191,9 @@ def test_plans_hold_no_tensor_and_are_bounded() -> None:
 
 def test_segments_come_back_as_they_were_and_are_the_callers_own() -> None:
     segments = [Segment(8, 0, 10, 0), Segment(16, 10, 12, 80)]
-    found = unflatten_segments(flatten_segments(segments))
-    assert found == segments
-    found.clear()
+    restored = unflatten_segments(flatten_segments(segments))
+    assert restored == segments
+    restored.clear()
     assert unflatten_segments(flatten_segments(segments)) == segments
 
 
@@ -210,7 +210,7 @@ def test_a_bad_id_is_named_though_the_kernel_gets_no_names() -> None:
     with pytest.raises(IndexError, match="feature 'b'"):
         kernels.check_ids(ids, offsets, features, kernels.new_guard(), names=names)
     with use_fake_cuda(Counted()):
-        moved: list[Tensor] = [one.to(CUDA) for one in (torch.tensor([1, 4]), offsets, features)]
+        moved: list[Tensor] = [tensor.to(CUDA) for tensor in (torch.tensor([1, 4]), offsets, features)]
         guard = kernels.new_guard(CUDA)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.ops.shardwise, "check_ids", checked)

@@ -118,7 +118,7 @@ def jagged_entries() -> dict[str, list[Entry]]:
     """By op: itself, and the functions that lead to it or past it."""
 
     def on(*integers: Tensor) -> Callable[[Tensor], Any]:
-        return lambda like: [one.to(like.device) for one in integers]
+        return lambda like: [tensor.to(like.device) for tensor in integers]
 
     o, rows, dense = on(OFFSETS), (9, 3), (5, 2, 3)
     return {
@@ -222,11 +222,11 @@ _ALIKE = replace(_MIXED, tables=((11, 8), (6, 8), (5, 8)), features=((0, False),
 
 def batch_of(case: Case, device: torch.device) -> Inputs:
     """The batch, behind it ids that are nobody's."""
-    found = inputs(case, device)
-    p = found.per_id_weights
+    batch = inputs(case, device)
+    p = batch.per_id_weights
     return replace(
-        found,
-        indices=torch.cat([found.indices, found.indices.new_tensor([1, -1, 99])]),
+        batch,
+        indices=torch.cat([batch.indices, batch.indices.new_tensor([1, -1, 99])]),
         per_id_weights=None if p is None else torch.cat([p, p.new_ones(3)]),
     )
 
@@ -238,9 +238,9 @@ def plain_pooled(b: Inputs, weights: Tensor, p: Tensor | None) -> Tensor:
         rows, pooled = b.tables(weights)[table], []
         for bag in range(b.case.batch):
             low, high = offsets[f * b.case.batch + bag : f * b.case.batch + bag + 2]
-            found = rows[b.indices[low:high].long()]
-            found = found if p is None else found * p[low:high, None]
-            pooled.append(found.sum(0) / (max(high - low, 1) if mean else 1))
+            bag_rows = rows[b.indices[low:high].long()]
+            bag_rows = bag_rows if p is None else bag_rows * p[low:high, None]
+            pooled.append(bag_rows.sum(0) / (max(high - low, 1) if mean else 1))
         columns.append(torch.stack(pooled))
     return torch.cat(columns, 1)
 
@@ -260,7 +260,7 @@ def gradient_of(value: Tensor, by: Tensor, upstream: Tensor) -> Tensor:
 
 def lookup_entries(device: torch.device) -> dict[str, list[Entry]]:
     """Ops of tables, which are fp32 at most."""
-    found: dict[str, list[Entry]] = {name: [] for name in LOOKUPS}
+    entries: dict[str, list[Entry]] = {name: [] for name in LOOKUPS}
     for case in (_MIXED, _ALIKE):
         b, cpu = batch_of(case, device), batch_of(case, torch.device("cpu"))
         layout, columns = (b.features, b.dims, b.segments, b.pooling), sum(b.dims)
@@ -288,9 +288,9 @@ def lookup_entries(device: torch.device) -> dict[str, list[Entry]]:
         def plain(w: Tensor, p: Tensor | None = None, b: Any = cpu) -> Tensor:
             return plain_pooled(b, w, p)
 
-        found["pooled_lookup"] += [Entry(lookup, [w, p], plain), Entry(lookup, [w], plain)]
-        found["lookup_gradient"] += [Entry(by_table, [g, p], plain_by_table), Entry(by_table, [g], plain_by_table)]
-        found["per_id_weight_gradient"] += [Entry(by_weights, [g, w], plain_by_weights)]
+        entries["pooled_lookup"] += [Entry(lookup, [w, p], plain), Entry(lookup, [w], plain)]
+        entries["lookup_gradient"] += [Entry(by_table, [g, p], plain_by_table), Entry(by_table, [g], plain_by_table)]
+        entries["per_id_weight_gradient"] += [Entry(by_weights, [g, w], plain_by_weights)]
     where = (b.indices, b.offsets, b.features)
     zeros, rows = torch.zeros_like(b.weights), (b.indices.shape[0], b.dims[0])
     layout = (b.features, b.dims, b.segments, "sequence")
@@ -299,13 +299,13 @@ def lookup_entries(device: torch.device) -> dict[str, list[Entry]]:
         leaf = start.clone().requires_grad_()
         return gradient_of(plain_sequence(cpu, leaf), leaf, g)
 
-    found["sequence_lookup"].append(
+    entries["sequence_lookup"].append(
         Entry(lambda w: sequence_lookup(w, *where, b.dims[0], b.segments), [w], lambda w: plain_sequence(cpu, w))
     )
-    found["lookup_gradient"].append(
+    entries["lookup_gradient"].append(
         Entry(lambda g: OPS.lookup_gradient(zeros, g, *where[:2], None, *layout), [rows], plain_rows_by_table)
     )
-    return found
+    return entries
 
 
 LOOKUPS = ("pooled_lookup", "sequence_lookup", "lookup_gradient", "per_id_weight_gradient")
@@ -342,8 +342,8 @@ def test_second_derivatives_are_those_of_plain_torch(where: torch.device, name: 
     for entry in jagged_entries().get(name) or lookup_entries(where)[name]:
         got = derivatives(entry.run, entry.shapes, torch.float32, where)
         expected = derivatives(entry.plain or entry.run, entry.shapes, torch.float64, torch.device("cpu"))
-        for one, want in zip(got, expected, strict=True):
-            assert_close(one.double().cpu(), want, 1e-5)
+        for actual, want in zip(got, expected, strict=True):
+            assert_close(actual.double().cpu(), want, 1e-5)
 
 
 @pytest.mark.parametrize("name", JAGGED)
@@ -370,13 +370,13 @@ def test_every_function_of_autograd_is_listed() -> None:
         path = importlib.import_module(f"shardwise.{package}").__path__
         for module in pkgutil.walk_packages(path, f"shardwise.{package}."):
             importlib.import_module(module.name)
-    found = {
-        f"{one.__module__.split('.')[-1]}.{one.__name__}"
-        for one in torch.autograd.Function.__subclasses__()
+    names = {
+        f"{function.__module__.split('.')[-1]}.{function.__name__}"
+        for function in torch.autograd.Function.__subclasses__()
         # those that a test or torch makes on the way have no module of ours, or another base
-        if one.__module__.startswith("shardwise.")
+        if function.__module__.startswith("shardwise.")
     }
-    assert found == set(FUNCTIONS)
+    assert names == set(FUNCTIONS)
     for name in FUNCTIONS.values():
         assert name in JAGGED or callable(globals()[name])
 
@@ -410,13 +410,13 @@ def test_collections_without_an_optimizer_have_second_derivatives(kind: str) -> 
         module = bags(kind == "weighted", PoolingType.MEAN if kind == "mean" else PoolingType.SUM)
     kjt = features(kind == "weighted", True)
     tables = list(module.parameters())
-    found = module(kjt)
-    out = torch.cat([found["a"].values(), found["b"].values()]) if kind == "sequence" else found.values()
+    output = module(kjt)
+    out = torch.cat([output["a"].values(), output["b"].values()]) if kind == "sequence" else output.values()
     p = [kjt.weights()] if kind == "weighted" else []
     by = torch.autograd.grad(out.sin().sum(), [*tables, *p], create_graph=True)
     torch.stack([grad.pow(3).sum() for grad in by]).sum().backward()
     leaves = [table.detach().double().requires_grad_() for table in tables]
-    weights = [one.detach().double().requires_grad_() for one in p]
+    weights = [weight.detach().double().requires_grad_() for weight in p]
     ids, lengths = kjt.values(), kjt.lengths().tolist()
     rows = [leaves[min(i // 4, len(leaves) - 1)][ids[i]] for i in range(7)]
     if kind == "weighted":
@@ -442,7 +442,7 @@ def test_a_fused_lookup_is_not_differentiated_twice() -> None:
     apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
     before = [table.detach().clone() for table in module.parameters()]
     (by,) = torch.autograd.grad(module(kjt).values().pow(2).sum(), kjt.weights(), create_graph=True)
-    assert all(not torch.equal(one, table) for one, table in zip(before, module.parameters(), strict=True))
+    assert all(not torch.equal(copy, table) for copy, table in zip(before, module.parameters(), strict=True))
     assert not any(table.requires_grad and table.grad_fn for table in module.parameters())
     with pytest.raises(RuntimeError, match=r"lookup with a fused optimizer: a second derivative .* not implemented"):
         by.pow(2).sum().backward()
@@ -454,7 +454,7 @@ def test_a_fused_lookup_is_not_differentiated_twice() -> None:
 
 def _twice() -> list[str]:
     """What the second derivatives of a sharded collection, and of an exchange, said."""
-    said: list[str] = []
+    messages: list[str] = []
     world: Any = torch.distributed.group.WORLD
     env = ShardingEnv.from_process_group(world)
     module, kjt = bags(weighted=True), features(True, True)
@@ -469,15 +469,15 @@ def _twice() -> list[str]:
         try:
             grad.pow(2).sum().backward()
         except RuntimeError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 @pytest.mark.ranks
 def test_sharded_lookups_and_exchanges_are_not_differentiated_twice() -> None:
-    for said in run_ranks(2, _twice):
-        assert len(said) == 2 and all("second derivative" in text for text in said)
-        assert said[0].startswith("lookup in sharded tables:") and said[1].startswith("exchange of comm_ops:")
+    for messages in run_ranks(2, _twice):
+        assert len(messages) == 2 and all("second derivative" in text for text in messages)
+        assert messages[0].startswith("lookup in sharded tables:") and messages[1].startswith("exchange of comm_ops:")
 
 
 def test_copies_for_all_ranks_are_differentiated_twice() -> None:

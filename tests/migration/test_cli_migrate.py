@@ -138,9 +138,9 @@ def test_a_verbose_report_says_what_we_do_and_every_place(tmp_path: Path, monkey
     short, long = (words_of(run(written(tmp_path, **many), *more).stdout) for more in ([], ["--verbose"]))
     assert [f"{tmp_path}/p3.py:2, 4, 6, 8 and 2 more", "and 2 more files"] == short[4:6]
     assert f"{tmp_path}/p5.py:2, 4, 6, 8, 10, 12" in long
-    said = "looks A `Topology` assumes 32 GiB on every GPU (Topology)"
-    assert short[short.index(said) + 1] == ""
-    assert long[long.index(said) :][1:4] == [
+    sentence = "looks A `Topology` assumes 32 GiB on every GPU (Topology)"
+    assert short[short.index(sentence) + 1] == ""
+    assert long[long.index(sentence) :][1:4] == [
         f"Here: {TOPOLOGY.shardwise}", f"Why: {TOPOLOGY.why} (docs/differences.md#sharding)", "",
     ]  # fmt: skip
 
@@ -156,10 +156,10 @@ def test_status_is_0_when_nothing_is_missing(tmp_path: Path) -> None:
 
 
 def test_json_has_all_of_it(tmp_path: Path) -> None:
-    found = json_of(written(tmp_path, lacking=LACKING))
+    report = json_of(written(tmp_path, lacking=LACKING))
     place = str(tmp_path / "lacking.py")
     counts = {"works": 1, "differs": 1, "missing": 1, "imports": 2, "numbers": 0, "error": 0, "looks": 1}
-    assert found == {
+    assert report == {
         "counts": {"files": 1, "names": 3, **counts},
         "files": [{"file": place, "names": 3, **counts}],
         "names": [
@@ -207,9 +207,9 @@ def test_a_folder_is_its_programs_but_not_its_environments(tmp_path: Path) -> No
     (tmp_path / "env" / "pyvenv.cfg").touch()
     (tmp_path / "deep" / "notes.txt").write_text(GOOD)
     os.symlink(tmp_path, tmp_path / "deep" / "loop")
-    found = json_of(tmp_path, tmp_path / "deep" / "er" / "one.py")
-    assert found["counts"]["files"] == 2
-    assert {place["file"] for one in found["names"] for place in one["places"]} == {
+    report = json_of(tmp_path, tmp_path / "deep" / "er" / "one.py")
+    assert report["counts"]["files"] == 2
+    assert {place["file"] for entry in report["names"] for place in entry["places"]} == {
         str(tmp_path / "deep/er/one.py"), str(tmp_path / "__pycache__/one.py"),
     }  # fmt: skip
 
@@ -219,8 +219,8 @@ def test_write_changes_the_imports_once(tmp_path: Path) -> None:
     file.chmod(0o755)
     os.symlink(file, tmp_path / "link.py")
     before = (tmp_path / "other.py").stat().st_mtime_ns
-    found = json_of(tmp_path, "--write")
-    assert found["written"] == [str(file)]
+    report = json_of(tmp_path, "--write")
+    assert report["written"] == [str(file)]
     assert file.read_text() == GOOD.replace("from torchrec", "from shardwise.torchrec").replace(
         "import torchrec", "import shardwise.torchrec as torchrec"
     )
@@ -228,7 +228,7 @@ def test_write_changes_the_imports_once(tmp_path: Path) -> None:
     assert (tmp_path / "other.py").stat().st_mtime_ns == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good.py", "link.py", "other.py"]
     again = json_of(tmp_path, "--write")
-    assert again["written"] == [] and again["counts"] == {**found["counts"], "imports": 0}
+    assert again["written"] == [] and again["counts"] == {**report["counts"], "imports": 0}
 
 
 def test_what_is_missing_stays_missing_after_a_rewrite(tmp_path: Path) -> None:
@@ -287,7 +287,9 @@ def test_help_and_completion_load_no_library_and_a_report_loads_no_torch(
 ) -> None:
     """A report loaded torch to ask whether two classes were one: 2 s of processor time for a file of ten lines."""
     file = written(tmp_path, good=GOOD) / "good.py"
-    printed = run_python("-c", LOADED, *(str(file) if one == "FILE" else one for one in arguments)).stdout
+    printed = run_python(
+        "-c", LOADED, *(str(file) if argument == "FILE" else argument for argument in arguments)
+    ).stdout
     loaded = {*json.loads(printed.splitlines()[-1])}
     assert loaded & {"torch", "numpy", "rich", "libcst", "numba", "scipy", "triton"} <= allowed
 
@@ -367,12 +369,12 @@ def notebook(cells: list[tuple[str, str]] = CELLS, *, as_lines: bool = True, **m
 
 
 def rewritten(cells: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    found = []
+    rewritten_cells = []
     for kind, text in cells:
         for before, after in REWRITTEN.items() if kind == "code" and not text.startswith("%%bash") else ():
             text = text.replace(before, after)
-        found.append((kind, text))
-    return found
+        rewritten_cells.append((kind, text))
+    return rewritten_cells
 
 
 FORMS: list[dict[str, Any]] = [
@@ -395,8 +397,8 @@ def test_imports_of_cells_are_rewritten_and_no_other_byte(form: dict[str, Any], 
 
 
 def test_a_use_has_its_cell_and_the_line_in_it() -> None:
-    found = [(use.cell, use.line, use.name) for use in read_notebook(json.dumps(notebook()).encode()).uses]
-    assert found == [
+    uses = [(use.cell, use.line, use.name) for use in read_notebook(json.dumps(notebook()).encode()).uses]
+    assert uses == [
         (2, 2, "torchrec"),
         (5, 6, "torchrec.optim"),
         (5, 12, "torchrec.optim.SGD"),
@@ -438,11 +440,11 @@ def test_what_ipython_runs_as_python_is_read(text: str, uses: list[int]) -> None
     A lone carriage return ended the whole command with an IndexError.
     """
     cells = [("code", "import torchrec.optim as o"), ("code", text)]
-    found = read_notebook(json.dumps(notebook(cells, as_lines=False)).encode())
-    assert sorted({use.line for use in found.uses if use.cell == 2}) == uses
-    written = [cell["source"] for cell in json.loads(found.rewritten)["cells"]]
-    ours = "import shardwise.torchrec.optim as o"
-    assert written == [ours, text.replace("import torchrec.optim as o", ours)]
+    parsed = read_notebook(json.dumps(notebook(cells, as_lines=False)).encode())
+    assert sorted({use.line for use in parsed.uses if use.cell == 2}) == uses
+    written = [cell["source"] for cell in json.loads(parsed.rewritten)["cells"]]
+    own_import = "import shardwise.torchrec.optim as o"
+    assert written == [own_import, text.replace("import torchrec.optim as o", own_import)]
 
 
 def test_many_commands_in_a_cell_are_read_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,16 +502,18 @@ def test_the_command_reads_and_writes_notebooks_in_a_folder(tmp_path: Path) -> N
     assert result.exit_code == 1
     assert "cell 5:6" in result.stdout
     assert "1 file read, 8 names of TorchRec: 4 work, 2 differ (1 numbers, 1 looks), 2 missing;" in result.stdout
-    found = json_of(tmp_path, "--write")
-    assert found["written"] == [str(file)]
-    assert {"file": str(file), "cell": 7, "line": 1} in [place for one in found["names"] for place in one["places"]]
+    report = json_of(tmp_path, "--write")
+    assert report["written"] == [str(file)]
+    assert {"file": str(file), "cell": 7, "line": 1} in [
+        place for entry in report["names"] for place in entry["places"]
+    ]
     assert json.loads(file.read_text()) == notebook(rewritten(CELLS))
     # under another name it is one too
     other = tmp_path / "intro.ipynb.txt"
     other.write_text(json.dumps(notebook()))
     assert is_notebook(other.name, other.read_bytes())
-    assert json_of(other)["counts"] == found["counts"]
-    assert [found["counts"][what] for what in ("missing", "differs", "works", "imports")] == [2, 2, 4, 4]
+    assert json_of(other)["counts"] == report["counts"]
+    assert [report["counts"][what] for what in ("missing", "differs", "works", "imports")] == [2, 2, 4, 4]
     bad = tmp_path / "bad.ipynb"
     bad.write_text(json.dumps(notebook([("code", "import torchrec\nif")])))
     result = run(bad, "--write")
@@ -532,9 +536,11 @@ def test_an_empty_file_has_no_names(tmp_path: Path) -> None:
 def test_a_program_in_another_encoding_that_it_declares_keeps_it(encoding: str) -> None:
     name = "utf-8" if encoding == "utf-8-sig" else encoding
     text = f"# -*- coding: {name} -*-\r\nx = 'é'\r\nimport torchrec; torchrec.KeyedTensor  # ü\r\n"
-    found = read_program(text.encode(encoding))
-    assert [(use.name, use.line) for use in found.uses] == [("torchrec", 3), ("torchrec.KeyedTensor", 3)]
-    assert found.rewritten == text.replace("import torchrec", "import shardwise.torchrec as torchrec").encode(encoding)
+    program = read_program(text.encode(encoding))
+    assert [(use.name, use.line) for use in program.uses] == [("torchrec", 3), ("torchrec.KeyedTensor", 3)]
+    assert program.rewritten == text.replace("import torchrec", "import shardwise.torchrec as torchrec").encode(
+        encoding
+    )
 
 
 @pytest.mark.parametrize(

@@ -44,20 +44,22 @@ def test_each_difference_begins_otherwise_and_has_no_cell_that_breaks_the_table(
 
 
 def test_the_gravest_word_of_a_name_comes_first() -> None:
-    found = finding("torchrec.EmbeddingBagCollection")
-    order = [[*WORDS].index(row.word) for row in found.differences]
-    assert order == sorted(order) and len({*order}) == 3 and found.word == "numbers"
+    entry = finding("torchrec.EmbeddingBagCollection")
+    order = [[*WORDS].index(row.word) for row in entry.differences]
+    assert order == sorted(order) and len({*order}) == 3 and entry.word == "numbers"
     assert finding("torchrec.PoolingType").word is None
 
 
 def test_each_name_that_differs_is_one_that_we_have() -> None:
-    ours = {name for names in [*TABLE.values(), *FBGEMM.values()] for name in names}
-    ours |= {f"quant.{name}" for path, names in TABLE.items() if path.startswith("torchrec.quant") for name in names}
-    assert {name for row in differences() for name in row.names} <= ours
+    own_names = {name for names in [*TABLE.values(), *FBGEMM.values()] for name in names}
+    own_names |= {
+        f"quant.{name}" for path, names in TABLE.items() if path.startswith("torchrec.quant") for name in names
+    }
+    assert {name for row in differences() for name in row.names} <= own_names
 
 
 @pytest.mark.parametrize(
-    ("name", "ours"),
+    ("name", "own_path"),
     [
         ("torchrec.EmbeddingBagCollection", "shardwise.EmbeddingBagCollection"),
         ("torchrec.modules.embedding_modules.EmbeddingBagCollection", "shardwise.EmbeddingBagCollection"),
@@ -69,15 +71,15 @@ def test_each_name_that_differs_is_one_that_we_have() -> None:
         ("fbgemm_gpu.split_embedding_configs.EmbOptimType", "shardwise.embeddings.optim.fbgemm_types.EmbOptimType"),
     ],
 )
-def test_a_name_that_we_have_is_said_with_its_place(name: str, ours: str) -> None:
-    assert finding(name).ours == ours
+def test_a_name_that_we_have_is_said_with_its_place(name: str, own_path: str) -> None:
+    assert finding(name).ours == own_path
 
 
 def test_every_entry_of_the_table_is_found() -> None:
     for module, names in TABLE.items():
         for name in names:
-            found = finding(f"{module}.{name}")
-            assert found.status != "missing" and found.ours, found
+            entry = finding(f"{module}.{name}")
+            assert entry.status != "missing" and entry.ours, entry
 
 
 def test_only_the_very_same_object_is_taken_from_the_facade() -> None:
@@ -99,15 +101,15 @@ def test_only_the_very_same_object_is_taken_from_the_facade() -> None:
 def test_what_the_facade_has_is_the_object_that_the_table_names() -> None:
     for module, names in {**TABLE, **FBGEMM}.items():
         for name in names.keys() & set(shardwise.__all__):
-            home, _, ours = names[name].partition(":")
-            same = getattr(shardwise, name) is getattr(import_module(home), ours)
+            home, _, attribute = names[name].partition(":")
+            same = getattr(shardwise, name) is getattr(import_module(home), attribute)
             assert _in_facade(module, name) == same, f"{module}.{name}"
 
 
 def test_a_name_that_differs_is_linked_to_its_rows() -> None:
-    found = finding("torchrec.distributed.planner.Topology")
-    assert (found.status, found.ours) == ("differs", "shardwise.Topology")
-    assert [(row.link, row.word, row.torchrec) for row in found.differences] == [
+    entry = finding("torchrec.distributed.planner.Topology")
+    assert (entry.status, entry.ours) == ("differs", "shardwise.Topology")
+    assert [(row.link, row.word, row.torchrec) for row in entry.differences] == [
         ("docs/differences.md#sharding", "looks", "A `Topology` assumes 32 GiB on every GPU")
     ]
     assert finding("torchrec.distributed.types.ShardingType").status == "works"
@@ -127,9 +129,9 @@ def test_a_name_that_differs_is_linked_to_its_rows() -> None:
     ],
 )
 def test_a_name_that_we_lack_is_said_with_what_is_near(name: str, hint: str) -> None:
-    found = finding(name)
-    assert (found.status, found.ours) == ("missing", "")
-    assert hint in found.hint and bool(hint) == bool(found.hint)
+    entry = finding(name)
+    assert (entry.status, entry.ours) == ("missing", "")
+    assert hint in entry.hint and bool(hint) == bool(entry.hint)
 
 
 @pytest.mark.parametrize(

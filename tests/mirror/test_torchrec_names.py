@@ -60,14 +60,14 @@ def test_the_entry_leads_to_our_name(path: str, name: str) -> None:
 def test_every_entry_is_a_name_of_torchrec() -> None:
     known: dict[str, set[str]] = {}
     for line in (REFERENCE / "torchrec_names.md").read_text().splitlines():
-        if found := re.match(r"- `(torchrec[\w.]*)`: (.*)", line):
-            known.setdefault(found[1], set()).update(re.findall(r"(\w+) \(\d\)", found[2]))
+        if match := re.match(r"- `(torchrec[\w.]*)`: (.*)", line):
+            known.setdefault(match[1], set()).update(re.findall(r"(\w+) \(\d\)", match[2]))
     path = ""
     for line in (REFERENCE / "torchrec_signatures.txt").read_text().splitlines():
-        if found := re.match(r"## \./(.*)\.py$", line):
-            path = "torchrec." + found[1].replace("/", ".")
-        elif found := re.match(r"(?:class|def) (\w+)", line):
-            known.setdefault(path, set()).add(found[1])
+        if match := re.match(r"## \./(.*)\.py$", line):
+            path = "torchrec." + match[1].replace("/", ".")
+        elif match := re.match(r"(?:class|def) (\w+)", line):
+            known.setdefault(path, set()).add(match[1])
     everything = set().union(*known.values())
     features = (REFERENCE / "torchrec_features.md").read_text()
     unknown = []
@@ -98,8 +98,8 @@ def test_constants_of_datasets_have_upstreams_values() -> None:
     assert movielens.DEFAULT_MOVIES_COLUMN_NAMES == ["movieId", "title", "genres"]
     assert movielens.DEFAULT_COLUMN_NAMES == ["userId", "movieId", "rating", "timestamp", "title", "genres"]
     # what reads files has other names here, and the error says which
-    for module, ours in (("criteo", "shardwise.data.Criteo"), ("movielens", "shardwise.data.MovieLens")):
-        with pytest.raises(AttributeError, match=f"{module}.mystery; {ours} reads its files"):
+    for module, own_reader in (("criteo", "shardwise.data.Criteo"), ("movielens", "shardwise.data.MovieLens")):
+        with pytest.raises(AttributeError, match=f"{module}.mystery; {own_reader} reads its files"):
             getattr(import_module(f"shardwise.torchrec.datasets.{module}"), "mystery")  # noqa: B009
 
 
@@ -324,15 +324,19 @@ INTERNAL = {
 }
 
 
-@pytest.mark.parametrize(("path", "name", "theirs"), [(p, n, a) for p, n, *a in CALLS], ids=[c[1] for c in CALLS])
-def test_arguments_are_torchrecs_in_their_order(path: str, name: str, theirs: list[str]) -> None:
-    home, _, ours = TABLE[path][name].partition(":")
-    parameters = inspect.signature(getattr(import_module(home), ours)).parameters.values()
-    if name in INTERNAL or any(one.kind is one.VAR_POSITIONAL for one in parameters):
+@pytest.mark.parametrize(("path", "name", "upstream"), [(p, n, a) for p, n, *a in CALLS], ids=[c[1] for c in CALLS])
+def test_arguments_are_torchrecs_in_their_order(path: str, name: str, upstream: list[str]) -> None:
+    home, _, attribute = TABLE[path][name].partition(":")
+    parameters = inspect.signature(getattr(import_module(home), attribute)).parameters.values()
+    if name in INTERNAL or any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return
-    while theirs and theirs[-1] in WITHOUT:
-        theirs = theirs[:-1]
-    by_position = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-    assert by_position[: len(theirs)] == theirs
-    required = [one.name for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
-    assert set(required) <= set(theirs), "an argument of ours has no default"
+    while upstream and upstream[-1] in WITHOUT:
+        upstream = upstream[:-1]
+    by_position = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    assert by_position[: len(upstream)] == upstream
+    required = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    assert set(required) <= set(upstream), "an argument of ours has no default"

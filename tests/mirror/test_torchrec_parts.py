@@ -83,9 +83,9 @@ def test_a_type_of_ours_is_fbgemms_and_torchs() -> None:
     for name, dtype, bits in (("FP32", torch.float32, 32), ("BF16", torch.bfloat16, 16), ("INT8", torch.uint8, 8),
                               ("INT4", torch.quint4x2, 4), ("INT2", torch.quint2x4, 2),
                               ("NFP8", torch.float8_e4m3fn, 8)):  # fmt: skip
-        found = data_type_to_sparse_type(DataType[name])
-        assert (found, found.as_dtype(), found.bit_rate()) == (SparseType[name], dtype, bits)
-        assert SparseType.from_dtype(dtype) is found
+        sparse_type = data_type_to_sparse_type(DataType[name])
+        assert (sparse_type, sparse_type.as_dtype(), sparse_type.bit_rate()) == (SparseType[name], dtype, bits)
+        assert SparseType.from_dtype(dtype) is sparse_type
     assert (SparseType.MX4.bit_rate(), SparseType.FP8.bit_rate(), SparseType.FP16.bit_rate()) == (4, 8, 16)
     with pytest.raises(ValueError, match="no table of FBGEMM's has numbers of type"):
         data_type_to_sparse_type(DataType.INT64)
@@ -175,8 +175,8 @@ def rows(*sizes: int, dim: int = 4) -> list[ShardMetadata]:
 
 
 def test_buckets_of_rows_are_counted_by_shard() -> None:
-    found = get_bucket_metadata_from_shard_metadata(rows(40, 20, 60), 6)
-    assert (found.num_buckets_per_shard, found.bucket_offsets_per_shard, found.bucket_size) == (
+    buckets = get_bucket_metadata_from_shard_metadata(rows(40, 20, 60), 6)
+    assert (buckets.num_buckets_per_shard, buckets.bucket_offsets_per_shard, buckets.bucket_size) == (
         [2, 1, 3], [0, 2, 3], 20,
     )  # fmt: skip
 
@@ -207,20 +207,23 @@ def test_fused_parameters_of_a_table_win_over_the_sharders() -> None:
 
 def test_a_plans_settings_join_the_fused_parameters() -> None:
     plan = plan_of(ta=row_wise(), tb=data_parallel())
-    one = plan["ta"]
-    one.cache_params = CacheParams(
+    sharding = plan["ta"]
+    sharding.cache_params = CacheParams(
         load_factor=0.3, precision=DataType.FP16, multipass_prefetch_config=MultiPassPrefetchConfig(3)
     )
-    one.stochastic_rounding = False
-    found = convert_to_fbgemm_types(add_params_from_parameter_sharding({"learning_rate": 0.2}, one))
-    assert found == {
+    sharding.stochastic_rounding = False
+    fused_params = convert_to_fbgemm_types(add_params_from_parameter_sharding({"learning_rate": 0.2}, sharding))
+    assert fused_params == {
         "learning_rate": 0.2, "cache_load_factor": 0.3, "cache_precision": SparseType.FP16,
         "multipass_prefetch_config": (3, 6 * 1024 * 1024), "stochastic_rounding": False,
     }  # fmt: skip
     with pytest.warns(
         UserWarning, match="cache_load_factor, cache_precision, multipass_prefetch_config have no effect"
     ):
-        assert EmbeddingBagCollectionSharder(found).default_optimizer[1] == {"lr": 0.2, "stochastic_rounding": False}
+        assert EmbeddingBagCollectionSharder(fused_params).default_optimizer[1] == {
+            "lr": 0.2,
+            "stochastic_rounding": False,
+        }
     with pytest.warns(UserWarning, match="of a data_parallel table"):
         add_params_from_parameter_sharding({"learning_rate": 0.2}, plan["tb"])
 
@@ -229,10 +232,12 @@ def test_settings_of_a_store_join_those_of_a_table_on_ssd() -> None:
     spec = construct_module_sharding_plan(EmbeddingBagCollection(tables()), {"ta": table_wise(0), "tb": table_wise(0)},
                                           world_size=1, local_size=1)["ta"].sharding_spec  # fmt: skip
     stored = KeyValueParams(ssd_storage_directory="/data", max_l1_cache_size=64)
-    one = ParameterSharding("table_wise", EmbeddingComputeKernel.KEY_VALUE.value, [0], spec, key_value_params=stored)
-    found = add_params_from_parameter_sharding(None, one)
-    assert found["ssd_storage_directory"] == "/data" and found["max_l1_cache_size"] == 64
-    assert "l2_cache_size" not in found
+    sharding = ParameterSharding(
+        "table_wise", EmbeddingComputeKernel.KEY_VALUE.value, [0], spec, key_value_params=stored
+    )
+    fused_params = add_params_from_parameter_sharding(None, sharding)
+    assert fused_params["ssd_storage_directory"] == "/data" and fused_params["max_l1_cache_size"] == 64
+    assert "l2_cache_size" not in fused_params
     assert hash(stored) == hash(copy.deepcopy(stored)) and stored == copy.deepcopy(stored)
 
 
@@ -250,7 +255,12 @@ def test_the_planner_prices_a_cache_by_its_size() -> None:
         estimator = EmbeddingStorageEstimator(topology, constraints)
         enumerator = EmbeddingEnumerator(topology, 512, constraints, [estimator])
         options = enumerator.enumerate(EmbeddingBagCollection(tables(10**6, 4)), [OnSsd()])
-        return sum(one.storage.hbm for option in options for one in option.shards if one.storage is not None)
+        return sum(
+            table_shard.storage.hbm
+            for option in options
+            for table_shard in option.shards
+            if table_shard.storage is not None
+        )
 
     assert hbm(KeyValueParams(max_l1_cache_size=1)) != hbm(KeyValueParams(max_l1_cache_size=2))
 
@@ -339,7 +349,7 @@ def hinting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("op", "ours"),
+    ("op", "alternative"),
     [
         ("permute_2D_sparse_data", "shardwise.kernels.permute_2d"),
         ("permute_2D_sparse_data_input1D", "shardwise.kernels.permute_2d"),
@@ -349,16 +359,16 @@ def hinting() -> Iterator[None]:
         ("mystery", "nothing of ours does the same; ops of ours are functions of shardwise.kernels"),
     ],
 )
-def test_an_op_that_nobody_registered_says_what_to_use(hinting: None, op: str, ours: str) -> None:
+def test_an_op_that_nobody_registered_says_what_to_use(hinting: None, op: str, alternative: str) -> None:
     """Torch said "'_OpNamespace' 'fbgemm' object has no attribute ..." in a program without FBGEMM.
 
     That is where two of three user programs with FBGEMM's ops stopped, with nothing to go on.
     """
-    with pytest.raises(AttributeError, match=f"^torch.ops.fbgemm.{op} is not served; .*{re.escape(ours)}"):
+    with pytest.raises(AttributeError, match=f"^torch.ops.fbgemm.{op} is not served; .*{re.escape(alternative)}"):
         getattr(torch.ops.fbgemm, op)
     assert not hasattr(torch.ops.fbgemm, op)
-    found = finding(f"torch.ops.fbgemm.{op}.default")
-    assert found.status == "missing" and ours in found.hint
+    entry = finding(f"torch.ops.fbgemm.{op}.default")
+    assert entry.status == "missing" and alternative in entry.hint
 
 
 def test_an_op_that_is_registered_wins(hinting: None) -> None:
@@ -381,11 +391,11 @@ def test_an_op_that_is_registered_wins(hinting: None) -> None:
         torch.ops.fbgemm.mystery  # noqa: B018
 
 
-@pytest.mark.parametrize("ours", OPS)
-def test_what_is_hinted_at_is_there(ours: str) -> None:
+@pytest.mark.parametrize("alternative", OPS)
+def test_what_is_hinted_at_is_there(alternative: str) -> None:
     # the first dotted or capital name of the hint
-    names = re.findall(r"(?:shardwise\.)?(?:\w+\.)*(?:[A-Z]\w+|\w+_\w+)", ours)
-    assert names, ours
+    names = re.findall(r"(?:shardwise\.)?(?:\w+\.)*(?:[A-Z]\w+|\w+_\w+)", alternative)
+    assert names, alternative
     for name in names:
         home, _, last = name.rpartition(".")
         home = home or ("shardwise.kernels" if last == "dequantize_rows" else "shardwise")

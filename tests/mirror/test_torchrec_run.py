@@ -53,7 +53,7 @@ def test_a_script_and_its_children_are_served(tmp_path: Path, start: str) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["no/such.py"], "can't open file 'no/such.py': there is no such file"),
         ([""], "can't open file '': there is no such file"),
@@ -62,11 +62,11 @@ def test_a_script_and_its_children_are_served(tmp_path: Path, start: str) -> Non
         (["-m", "json"], "'json' is a package and cannot be directly executed"),
     ],
 )
-def test_what_cannot_be_run_is_one_line_and_status_2(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_what_cannot_be_run_is_one_line_and_status_2(tmp_path: Path, arguments: list[str], message: str) -> None:
     result = run(*arguments, folder=tmp_path)
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1), result.stderr
     assert result.stderr.startswith("python -m shardwise.torchrec: ")
-    assert said in result.stderr
+    assert message in result.stderr
 
 
 @pytest.mark.full

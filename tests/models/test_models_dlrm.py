@@ -72,12 +72,12 @@ class Twin(nn.Module):
             "bottom": "dense_arch.model._mlp.{}._linear",
             "top": "over_arch.model.0._mlp.{}._linear",
         }
-        theirs, mine = model.state_dict(), {}
+        model_state, own_state = model.state_dict(), {}
         for key in self.state_dict():
             part, place, name = key.split(".")
             last = part == "top" and place == str(len(self.top) - 1)
-            mine[key] = theirs[f"{'over_arch.model.1' if last else homes[part].format(place)}.{name}"]
-        self.load_state_dict(mine)
+            own_state[key] = model_state[f"{'over_arch.model.1' if last else homes[part].format(place)}.{name}"]
+        self.load_state_dict(own_state)
         return self
 
 
@@ -168,17 +168,17 @@ def test_a_feature_of_two_tables_counts_once_for_each() -> None:
     assert (arch.F, arch.D) == (3, 4)
     given = batch().sparse_features
     pooled = arch.embedding_bag_collection(given).to_dict()
-    found = arch(given)
+    embedded = arch(given)
     for place, name in enumerate(arch.sparse_feature_names):
-        torch.testing.assert_close(found[:, place], pooled[name])
+        torch.testing.assert_close(embedded[:, place], pooled[name])
 
 
 def test_interaction_is_every_pair_once_row_by_row() -> None:
     dense, sparse = torch.randn(2, 3), torch.randn(2, 2, 3)
-    found = InteractionArch(2)(dense, sparse)
+    interactions = InteractionArch(2)(dense, sparse)
     a, b = sparse[:, 0], sparse[:, 1]
     pairs = torch.stack([(dense * a).sum(1), (dense * b).sum(1), (a * b).sum(1)], dim=1)
-    torch.testing.assert_close(found, torch.cat([dense, pairs], dim=1))
+    torch.testing.assert_close(interactions, torch.cat([dense, pairs], dim=1))
     assert InteractionArch(0)(dense, torch.empty(2, 0, 3)) is dense
     assert InteractionArch(2).state_dict() == {}
 

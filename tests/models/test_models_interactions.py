@@ -319,9 +319,9 @@ def test_state_keys_are_torchrecs() -> None:
 
 
 def test_a_module_is_shared_by_the_layers_and_a_class_is_not() -> None:
-    one = nn.PReLU()
-    shared, own = MLP(2, [2, 2], activation=one), MLP(2, [2, 2], activation=nn.PReLU)
-    assert shared._mlp[0]._activation_fn is shared._mlp[1]._activation_fn is one
+    activation = nn.PReLU()
+    shared, own = MLP(2, [2, 2], activation=activation), MLP(2, [2, 2], activation=nn.PReLU)
+    assert shared._mlp[0]._activation_fn is shared._mlp[1]._activation_fn is activation
     assert own._mlp[0]._activation_fn is not own._mlp[1]._activation_fn
 
 

@@ -84,9 +84,9 @@ def test_every_field_says_what_becomes_of_it() -> None:
 
 @pytest.mark.parametrize("what", _NOT_SERVED)
 def test_a_field_of_a_config_that_nothing_serves_is_refused(what: str) -> None:
-    given: dict[str, Any] = {what: 3}
+    setting: dict[str, Any] = {what: 3}
     with pytest.raises(ValueError, match=f"table 't': {what}=3 is not supported"):
-        EmbeddingBagConfig(10, 8, "t", **given)
+        EmbeddingBagConfig(10, 8, "t", **setting)
 
 
 def planned(module: Any, how: str, name: str, constraint: ParameterConstraints) -> ShardingPlan:
@@ -97,19 +97,19 @@ def planned(module: Any, how: str, name: str, constraint: ParameterConstraints) 
     return EmbeddingShardingPlanner(CPU, constraints=rules, **more).plan(module, get_default_sharders())
 
 
-def require_words(fate: str, what: str, make: Callable[[], object], said: str) -> None:
+def require_words(fate: str, what: str, make: Callable[[], object], message: str) -> None:
     """A setting is refused by name, or has no effect and one warning that begins so, or is taken without a word."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if fate == REFUSED:
             refusal = rf"table 't': a plan does not set {what} \(here .*\): give the"
             with pytest.raises((PlannerError, ValueError), match=refusal) as raised:
                 make()
-            assert isinstance(raised.value, PlannerError) == ("constraint" in said)
+            assert isinstance(raised.value, PlannerError) == ("constraint" in message)
             return
         make()
-    words = [str(one.message).partition(":")[0] for one in told if what in str(one.message)]
-    assert words == ([said] if fate == IDLE else [])
+    words = [str(warning.message).partition(":")[0] for warning in caught if what in str(warning.message)]
+    assert words == ([message] if fate == IDLE else [])
 
 
 def shard(module: Any, plan: ShardingPlan) -> None:
@@ -155,10 +155,10 @@ def test_a_plan_made_by_hand_meets_the_same_words(what: str, value: Any, of_trai
 def test_settings_for_all_tables_are_told_once_and_travel() -> None:
     tables = [EmbeddingBagConfig(10, 8, f"t{n}", feature_names=[f"f{n}"]) for n in range(12)]
     planner = EmbeddingShardingPlanner(CPU, constraints={"*": ParameterConstraints(enforce_hbm=False)})
-    with pytest.warns(UserWarning, match="constraint enforce_hbm of tables 't0', .*'t7', ... has no effect") as told:
+    with pytest.warns(UserWarning, match="constraint enforce_hbm of tables 't0', .*'t7', ... has no effect") as caught:
         plan = planner.plan(EmbeddingBagCollection(tables), get_default_sharders())
-    assert len([one for one in told if "enforce_hbm" in str(one.message)]) == 1
-    assert {one.enforce_hbm for one in plan.plan[""].values()} == {False}
+    assert len([warning for warning in caught if "enforce_hbm" in str(warning.message)]) == 1
+    assert {sharding.enforce_hbm for sharding in plan.plan[""].values()} == {False}
 
 
 @pytest.mark.parametrize("rules", [{"*": ParameterConstraints(min_partition=4)}, {

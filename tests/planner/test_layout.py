@@ -192,15 +192,15 @@ def test_a_table_cut_anywhere_is_covered_until_a_shard_is_missing_doubled_or_mov
     empty = [Shard("t", 1, (row, row), (0, dim)) for row in data.draw(st.lists(st.integers(0, rows), max_size=2))]
     shuffler.shuffle(shards)
     layout.validate([*empty, *shards], {"t": (rows, dim)}, 3)
-    one = data.draw(st.integers(0, len(shards) - 1))
-    others, lost = [*empty, *shards[:one], *shards[one + 1 :]], shards[one]
+    position = data.draw(st.integers(0, len(shards) - 1))
+    others, lost = [*empty, *shards[:position], *shards[position + 1 :]], shards[position]
     moved = [
         replace(lost, rows=(lost.rows[0] + by, lost.rows[1] + by))
         for by in (-1, 1)
         if lost.rows[0] + by >= 0 and lost.rows[1] + by <= rows
     ]
-    for wrong, said in [([], "none holds"), ([lost, lost], "some twice"), *(([shard], "") for shard in moved)]:
-        with pytest.raises(ValueError, match=f"table 't': shards hold .* cells, .*{said}"):
+    for wrong, message in [([], "none holds"), ([lost, lost], "some twice"), *(([shard], "") for shard in moved)]:
+        with pytest.raises(ValueError, match=f"table 't': shards hold .* cells, .*{message}"):
             layout.validate([*others, *wrong], {"t": (rows, dim)}, 3)
 
 
@@ -234,14 +234,14 @@ def test_a_plan_of_hundreds_of_ranks_is_checked_at_once() -> None:
 
 def test_a_fingerprint_is_stable_over_processes_and_orders_and_tells_plans_apart() -> None:
     shards = [WHOLE, Shard("u", 1, (0, 5), (0, 4))]
-    mine = layout.fingerprint(shards, ["a", 1])
+    fingerprint = layout.fingerprint(shards, ["a", 1])
     code = (
         "from shardwise.planner.layout import Shard, fingerprint\n"
         "print(fingerprint([Shard('u', 1, (0, 5), (0, 4)), Shard('t', 0, (0, 7), (0, 4))], ['a', 1]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == mine
-    assert 0 <= mine < 2**63
+    assert int(done.stdout) == fingerprint
+    assert 0 <= fingerprint < 2**63
     others = [
         layout.fingerprint(shards, [1, "a"]),
         layout.fingerprint(shards, ["a"]),
@@ -249,4 +249,4 @@ def test_a_fingerprint_is_stable_over_processes_and_orders_and_tells_plans_apart
         layout.fingerprint([WHOLE, Shard("u", 0, (0, 5), (0, 4))], ["a", 1]),
         layout.fingerprint([WHOLE, Shard("u", 1, (0, 5), (0, 4), replica=True)], ["a", 1]),
     ]
-    assert len({mine, *others}) == 6
+    assert len({fingerprint, *others}) == 6

@@ -127,7 +127,7 @@ def test_constraints_are_read_from_toml_and_json_alike(tmp_path: Path) -> None:
         ),
     }
     assert read_constraints(toml) == expected
-    plain = {name: constraint_to(one) for name, one in expected.items()}
+    plain = {name: constraint_to(constraint) for name, constraint in expected.items()}
     assert read_constraints(write(tmp_path / "c.json", plain)) == expected
 
 
@@ -166,8 +166,8 @@ def test_a_plan_comes_back_with_all_its_numbers(cost: str, topology: Topology | 
     assert again.solution == plan.certified and again.tables == plan.tables and again.settings == plan.settings
     assert (again.cost, again.batch_size, again.seconds) == (plan.cost, plan.batch_size, plan.seconds)
     assert repr(again.topology) == repr(plan.topology)
-    for what in ("parts_ms", "hbm", "ddr"):
-        assert np.array_equal(getattr(again.loads, what), getattr(plan.loads, what))
+    for field in ("parts_ms", "hbm", "ddr"):
+        assert np.array_equal(getattr(again.loads, field), getattr(plan.loads, field))
     assert explain(again) == explain(plan)
     assert not diff(plan, again)
     assert again.request is not None and plan.request is not None
@@ -187,8 +187,8 @@ def test_a_plan_from_a_file_can_be_made_again_with_changes(tmp_path: Path) -> No
         lambda r: with_reserved(r, 0.5),
         lambda r: with_batch_size(r, 1000),
     ):
-        one, two = plan_request(change(request)), plan_request(change(here))
-        assert one.solution == two.solution and np.array_equal(one.loads.time_ms, two.loads.time_ms)
+        first, second = plan_request(change(request)), plan_request(change(here))
+        assert first.solution == second.solution and np.array_equal(first.loads.time_ms, second.loads.time_ms)
 
 
 @pytest.mark.parametrize(
@@ -221,19 +221,19 @@ def test_a_changed_request_is_priced_for_its_own_machines() -> None:
 def test_the_file_of_a_plan_is_one_that_training_reads(tmp_path: Path) -> None:
     plan = made()
     save_planned(plan, tmp_path / "plan.json")
-    said = json.loads((tmp_path / "plan.json").read_text())
-    assert (said["format"], said["version"]) == ("shardwise-plan", 1)
-    assert (said["world_size"], said["local_world_size"]) == (4, 2)
-    assert set(said["plan"]) == {"towers.ebc", ""} and "t4" not in said["plan"][""]
-    assert said["plan"][""]["t3"] == {
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert (document["format"], document["version"]) == ("shardwise-plan", 1)
+    assert (document["world_size"], document["local_world_size"]) == (4, 2)
+    assert set(document["plan"]) == {"towers.ebc", ""} and "t4" not in document["plan"][""]
+    assert document["plan"][""]["t3"] == {
         "sharding_type": "data_parallel", "compute_kernel": "dense", "ranks": [0, 1, 2, 3], "shards": [],
     }  # fmt: skip
-    item = said["plan"]["towers.ebc"]["item"]
-    assert item["ranks"] == [int(one["placement"].split("/")[0].removeprefix("rank:")) for one in item["shards"]]
-    for one in item["shards"]:
-        rank = int(one["placement"].split("/")[0].removeprefix("rank:"))
-        assert one["placement"] == f"rank:{rank}/cuda:{rank % 2}"
-    assert sum(h * w for h, w in (one["shard_sizes"] for one in item["shards"])) == 3_000_000 * 64
+    item = document["plan"]["towers.ebc"]["item"]
+    assert item["ranks"] == [int(shard["placement"].split("/")[0].removeprefix("rank:")) for shard in item["shards"]]
+    for shard in item["shards"]:
+        rank = int(shard["placement"].split("/")[0].removeprefix("rank:"))
+        assert shard["placement"] == f"rank:{rank}/cuda:{rank % 2}"
+    assert sum(h * w for h, w in (shard["shard_sizes"] for shard in item["shards"])) == 3_000_000 * 64
 
 
 def without_about(plan: Planned) -> dict[str, Any]:
@@ -241,18 +241,21 @@ def without_about(plan: Planned) -> dict[str, Any]:
 
 
 BROKEN: dict[str, tuple[Any, str]] = {
-    "no plan": (lambda said: [], 'no plan: expected an object with "format": "shardwise-plan"'),
-    "a version to come": (lambda said: {**said, "version": 2}, "version 2 of the format; this version reads 1"),
+    "no plan": (lambda document: [], 'no plan: expected an object with "format": "shardwise-plan"'),
+    "a version to come": (lambda document: {**document, "version": 2}, "version 2 of the format; this version reads 1"),
     "nothing about it": (
-        lambda said: {key: one for key, one in said.items() if key != "about"},
+        lambda document: {key: value for key, value in document.items() if key != "about"},
         "this plan says nothing about how it was made",
     ),
     "half of it": (
-        lambda said: {**said, "about": {key: one for key, one in said["about"].items() if key != "batch_size"}},
+        lambda document: {
+            **document,
+            "about": {key: value for key, value in document["about"].items() if key != "batch_size"},
+        },
         "what it says about how it was made is not whole: KeyError('batch_size')",
     ),
     "changed by hand": (
-        lambda said: {**said, "plan": {**said["plan"], "": {}}},
+        lambda document: {**document, "plan": {**document["plan"], "": {}}},
         "table 'user' is not placed as the planner chose: the plan was changed",
     ),
 }
@@ -275,16 +278,16 @@ def test_what_is_wrong_is_named_with_its_file_and_field(case: str, tmp_path: Pat
 
 
 def test_what_training_adds_to_a_plan_is_no_change_of_it(tmp_path: Path) -> None:
-    said = planned_to_json(made())
-    said["plan"]["over"] = {"weight": {"sharding_type": "data_parallel", "compute_kernel": "dense", "ranks": [0]}}
-    said["plan"][""]["user"]["stochastic_rounding"] = True
-    assert load_planned(write(tmp_path / "plan.json", said)).solution == made().certified
+    document = planned_to_json(made())
+    document["plan"]["over"] = {"weight": {"sharding_type": "data_parallel", "compute_kernel": "dense", "ranks": [0]}}
+    document["plan"][""]["user"]["stochastic_rounding"] = True
+    assert load_planned(write(tmp_path / "plan.json", document)).solution == made().certified
 
 
 def test_prices_that_changed_since_are_told(tmp_path: Path) -> None:
-    said = planned_to_json(made())
-    said["about"]["cost"]["constants"]["row_gb_s"] /= 2
-    file = write(tmp_path / "plan.json", said)
+    document = planned_to_json(made())
+    document["about"]["cost"]["constants"]["row_gb_s"] /= 2
+    file = write(tmp_path / "plan.json", document)
     with pytest.warns(UserWarning, match="its cost model said .* when it was made, now it says"):
         load_planned(file)
 
@@ -295,10 +298,10 @@ def test_files_without_more_are_compared_by_their_shards(tmp_path: Path) -> None
     other = json.loads(json.dumps(plan))
     other["plan"][""]["user"]["compute_kernel"] = "fused_triton"
     del other["plan"][""]["t3"]
-    found = CutDifference.between(read_plan(write(tmp_path / "a.json", plan)), other)
-    assert list(found.tables) == ["user", "t3"] and found
-    assert found.tables["t3"] == ("data_parallel dense on ranks [0, 1, 2, 3]", None)
-    assert "t3: data_parallel dense on ranks [0, 1, 2, 3] -> is not there" in str(found)
+    difference = CutDifference.between(read_plan(write(tmp_path / "a.json", plan)), other)
+    assert list(difference.tables) == ["user", "t3"] and difference
+    assert difference.tables["t3"] == ("data_parallel dense on ranks [0, 1, 2, 3]", None)
+    assert "t3: data_parallel dense on ranks [0, 1, 2, 3] -> is not there" in str(difference)
 
 
 @pytest.mark.skipif(not SETS.is_dir(), reason="the sets of tables are not here")
@@ -306,9 +309,11 @@ def test_every_set_of_tables_is_read() -> None:
     for file in sorted(SETS.glob("*.json")):
         if file.name == "INDEX.json":
             continue
-        said = json.loads(file.read_text())
+        document = json.loads(file.read_text())
         tables = read_tables(file)
-        assert len(tables) == said["summary"]["num_tables"]
-        assert sum(table.num_embeddings for table in tables) == said["summary"]["total_rows"]
-        if all("feature_pooling" in one or "features" not in one for one in said["tables"]):
-            assert sum(table.ids(1) for table in tables) == pytest.approx(said["summary"]["ids_per_sample"], rel=1e-3)
+        assert len(tables) == document["summary"]["num_tables"]
+        assert sum(table.num_embeddings for table in tables) == document["summary"]["total_rows"]
+        if all("feature_pooling" in table or "features" not in table for table in document["tables"]):
+            assert sum(table.ids(1) for table in tables) == pytest.approx(
+                document["summary"]["ids_per_sample"], rel=1e-3
+            )

@@ -273,10 +273,10 @@ def test_one_graph_trains_as_eager_does(optimizer: Any) -> None:
     ebc.fused_optimizer()
     compiled = torch.compile(loss_of(ebc), backend="aot_eager", fullgraph=True)
     for _ in range(3):
-        mine, theirs = compiled(IDS, LENGTHS), loss_of(eager)(IDS, LENGTHS)
-        assert_close(mine, theirs)
-        mine.backward()
-        theirs.backward()
+        compiled_loss, eager_loss = compiled(IDS, LENGTHS), loss_of(eager)(IDS, LENGTHS)
+        assert_close(compiled_loss, eager_loss)
+        compiled_loss.backward()
+        eager_loss.backward()
     for param, expected in zip(ebc.parameters(), eager.parameters(), strict=True):
         assert_close(param, expected)
         assert (param.grad is None) == (optimizer is not None)
@@ -364,8 +364,8 @@ def test_every_id_gives_its_row_and_takes_its_gradient(device: str, case: Rows) 
             assert torch.equal(jagged.values(), expected)
             grads.append(upstream(*expected.shape, seed=len(grads)).to(where))
             rows.append((jagged.values(), expected))
-    torch.autograd.backward([mine for mine, _ in rows], grads)
-    torch.autograd.backward([theirs for _, theirs in rows], grads)
+    torch.autograd.backward([actual for actual, _ in rows], grads)
+    torch.autograd.backward([reference for _, reference in rows], grads)
     for config in configs:
         assert_close(gradient(ec, config.name), gradient_of(tables[config.name]))
 
@@ -421,4 +421,4 @@ def test_tables_without_a_device_are_where_torch_makes_tensors() -> None:
     """`with torch.device("meta")` allocated every table on the CPU, though nothing named that."""
     with torch.device("meta"):
         ebc = EmbeddingBagCollection([EmbeddingBagConfig(10**9, 64, "user", feature_names=["u"])])
-    assert ebc.device.type == "meta" and {one.device.type for one in ebc.parameters()} == {"meta"}
+    assert ebc.device.type == "meta" and {parameter.device.type for parameter in ebc.parameters()} == {"meta"}

@@ -77,17 +77,17 @@ def test_ids_are_weighed_by_their_place_and_gradients_reach_the_weights(device: 
     module = FeatureProcessedEmbeddingBagCollection(ebc(where), made)
     plain = ebc(where)
     plain.load_state_dict(module._embedding_bag_collection.state_dict())
-    mine = sorted_parameters(made)
-    theirs = {f: param.detach().cpu().clone().requires_grad_() for f, param in mine.items()}
+    weights = sorted_parameters(made)
+    reference_weights = {f: param.detach().cpu().clone().requires_grad_() for f, param in weights.items()}
     out = module(kjt(BAGS, device=where))
-    want = plain(kjt(BAGS, weights=by_hand(theirs, BAGS).to(where), device=where))
+    want = plain(kjt(BAGS, weights=by_hand(reference_weights, BAGS).to(where), device=where))
     assert out.keys() == want.keys() == ["f", "h@a", "h@b", "g"]
     assert torch.equal(out.values(), want.values())
     grad = upstream(*want.values().shape).to(where)
     out.values().backward(grad)
     want.values().backward(grad)
-    for feature, param in mine.items():
-        assert_close(gradient_of(param), gradient_of(theirs[feature]))
+    for feature, param in weights.items():
+        assert_close(gradient_of(param), gradient_of(reference_weights[feature]))
     for param, other in zip(module._embedding_bag_collection.parameters(), plain.parameters(), strict=True):
         assert_close(gradient_of(param), gradient_of(other))
 
@@ -186,7 +186,7 @@ def test_padding_takes_no_weight(device: str) -> None:
         made.zero_grad()
         module(batch).values().sum().backward()
         grads.append([param.grad.clone() for param in made.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+    assert all(torch.equal(grad, other) for grad, other in zip(*grads, strict=True))
 
 
 def test_no_ids_and_no_listed_feature() -> None:

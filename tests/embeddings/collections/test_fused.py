@@ -58,13 +58,13 @@ def configs(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfig]:
 
 def batches(steps: int) -> list[dict[str, list[list[int]]]]:
     """Every row is hit in every batch, some often: a dense Adam moves rows that nobody looked up."""
-    found = []
+    drawn = []
     for step in range(steps):
         bags = draw({"f": 6, "g": 4, "f_of_b": 4}, 3, seed=step)
         bags["f"][0] = [0, 1, 2, 3, 4, 5, 1, 1]
         bags["g"][1] = [3, 2, 1, 0, 0]
-        found.append(bags)
-    return found
+        drawn.append(bags)
+    return drawn
 
 
 def train_densely(
@@ -143,8 +143,8 @@ def test_a_sequence_collection_trains_by_the_sum_of_each_rows_gradients(device: 
     dense = torch.optim.Adagrad(expected.values(), lr=0.1, eps=1e-8)
     for step in range(3):
         out = ec(kjt(bags, device=where))
-        grads = {name: upstream(*one.values().shape, seed=step).to(where) for name, one in out.items()}
-        torch.autograd.backward([one.values() for one in out.values()], list(grads.values()))
+        grads = {name: upstream(*jagged.values().shape, seed=step).to(where) for name, jagged in out.items()}
+        torch.autograd.backward([jagged.values() for jagged in out.values()], list(grads.values()))
         dense.zero_grad()
         looked_up = {"f@a": expected["a"][[1, 1, 4]], "g": expected["a"][[1]], "f@b": expected["b"][[1, 1, 4]]}
         torch.autograd.backward([looked_up[name] for name in grads], list(grads.values()))
@@ -216,14 +216,14 @@ def test_weights_of_a_fused_collection_get_the_gradient_of_the_rows_that_were_lo
     steps = 2 if device == "interpreted" else 10
     counts = [sum(len(bag) for bags in batch.values() for bag in bags) for batch in batches(steps)]
     weights = [upstream(n, seed=50 + n).to(where).requires_grad_() for n in counts]
-    theirs = [one.detach().clone().requires_grad_() for one in weights]
+    plain_weights = [parameter.detach().clone().requires_grad_() for parameter in weights]
     ebc = FusedEmbeddingBagCollection(configs(), torch.optim.Adagrad, {"lr": 0.1}, True, where)
     make = partial(torch.optim.Adagrad, lr=0.1, eps=1e-8)
-    expected = train_densely(tables_of(ebc), make, steps, weights=theirs)
+    expected = train_densely(tables_of(ebc), make, steps, weights=plain_weights)
     train(ebc, steps, weights)
     assert_tables(ebc, expected)
-    for mine, other in zip(weights, theirs, strict=True):
-        assert_close(gradient_of(mine), gradient_of(other), 1e-5)
+    for parameter, other in zip(weights, plain_weights, strict=True):
+        assert_close(gradient_of(parameter), gradient_of(other), 1e-5)
 
 
 def test_no_step_without_gradients() -> None:

@@ -48,15 +48,15 @@ ROWS, DIM, SAMPLES = 40, 48, 16
 
 def tables_beside(dtype: DataType, behind: bool) -> list[EmbeddingBagConfig]:
     """The table "mine", alone or behind tables of other dims and dtypes and one that shares its sort and its launch."""
-    mine = EmbeddingBagConfig(ROWS, DIM, "mine", dtype, ["f"])
+    compared = EmbeddingBagConfig(ROWS, DIM, "mine", dtype, ["f"])
     if not behind:
-        return [mine]
+        return [compared]
     return [
         EmbeddingBagConfig(9, 5, "narrow", feature_names=["g"]),
         EmbeddingBagConfig(11, DIM, "twin", dtype, ["h"], pooling=PoolingType.MEAN),
         EmbeddingBagConfig(6, DIM, "other", DataType.FP16, ["g"]),
         EmbeddingBagConfig(7, 64, "wide", dtype, ["h", "g"]),
-        mine,
+        compared,
     ]
 
 
@@ -89,17 +89,17 @@ def train_mine(rule: str, dtype: DataType, hot: int, device: torch.device, *, be
         module.embedding_bags["mine"].weight.copy_(upstream(ROWS, DIM, seed=0))
     kind: Any = type("Ruled", (RuleOptimizer,), {"rule": DEFINED[rule]})
     apply_optimizer_in_backward(kind, module.parameters(), {"lr": 0.1})
-    found = []
+    results = []
     for step in range(3):
         out = module(batch_of(step, hot, behind).to(device))
-        mine = out["f"]
-        found.append(mine.detach().clone())
+        output = out["f"]
+        results.append(output.detach().clone())
         grad = upstream(SAMPLES, DIM, seed=step).to(device)
         # the other tables train too: their gradients are ones
-        torch.autograd.backward([mine, out.values()[:, :-DIM]], [grad, torch.ones_like(out.values()[:, :-DIM])])
-    found.append(module.embedding_bags["mine"].weight.detach().clone())
+        torch.autograd.backward([output, out.values()[:, :-DIM]], [grad, torch.ones_like(out.values()[:, :-DIM])])
+    results.append(module.embedding_bags["mine"].weight.detach().clone())
     states = module.fused_optimizer().state_dict()["state"]["embedding_bags.mine.weight"]
-    return found + [value.clone() for value in states.values()]
+    return results + [value.clone() for value in states.values()]
 
 
 def use_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,9 +192,9 @@ def everything(model: Collection) -> list[Tensor]:
     return [tensor for group in model._groups for tensor in (group.flat, *group.states, group.step)]
 
 
-def assert_same(one: Collection, other: Collection) -> None:
-    for mine, theirs in zip(everything(one), everything(other), strict=True):
-        assert_same_bits(mine, theirs)
+def assert_same(collection: Collection, other: Collection) -> None:
+    for actual, reference in zip(everything(collection), everything(other), strict=True):
+        assert_same_bits(actual, reference)
 
 
 MODELS: dict[str, tuple[Callable[..., Collection], bool]] = {
@@ -358,13 +358,13 @@ def order_of(group: TableGroup) -> list[int]:
 def test_the_bits_of_a_step_are_the_same_in_whatever_order_features_are_taken() -> None:
     collection, usual = new_collection(), step_of(new_collection())
     with configs.variant(LONGEST_FIRST):
-        found = step_of(collection)
+        outputs = step_of(collection)
         (group,) = collection._groups
         assert order_of(group) == [3, 1, 0, 4, 2]
         # of a batch of which the host knows no lengths
         order_features(group, None)
         assert order_of(group) == [3, 1, 0, 4, 2]
-    assert torch.equal(found[0], usual[0])
-    assert all(map(torch.equal, found[1], usual[1]))
+    assert torch.equal(outputs[0], usual[0])
+    assert all(map(torch.equal, outputs[1], usual[1]))
     order_features(group, list(LENGTHS.values()))
     assert order_of(group) == [3, 0, 1, 2, 4]

@@ -99,11 +99,11 @@ def test_pooled_rows_and_their_gradients_are_those_of_the_full_batch(
         pytest.skip("weights past the last bag are another test's")
     where, bags = torch_device(device), kept_bags()
     weights = draw_weights(bags) if weighted else None
-    mine = EmbeddingBagCollection(bag_configs(names), weighted, where)
-    full = copy.deepcopy(mine)
+    variable = EmbeddingBagCollection(bag_configs(names), weighted, where)
+    full = copy.deepcopy(variable)
     whole = in_full(bags)
     full_weights = None if weights is None else join(whole, in_full(weights), where)  # type: ignore[arg-type]
-    got = mine(short(bags, weights=weights, padding=padding, device=where))
+    got = variable(short(bags, weights=weights, padding=padding, device=where))
     want = full(kjt(whole, weights=full_weights, device=where))
     assert got.keys() == want.keys()
     assert torch.equal(got.values(), want.values())
@@ -111,26 +111,26 @@ def test_pooled_rows_and_their_gradients_are_those_of_the_full_batch(
     got.values().backward(grad)
     want.values().backward(grad)
     for name in names:
-        assert_close(gradient(mine, name), gradient(full, name))
+        assert_close(gradient(variable, name), gradient(full, name))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padding", [0, 3])
 def test_rows_lengths_and_ids_of_every_feature_are_those_of_the_full_batch(device: str, padding: int) -> None:
     where, bags = torch_device(device), kept_bags()
-    mine = EmbeddingCollection(row_configs(), where, need_indices=True)
-    full = copy.deepcopy(mine)
-    got, want = mine(short(bags, padding=padding, device=where)), full(kjt(in_full(bags), device=where))
+    variable = EmbeddingCollection(row_configs(), where, need_indices=True)
+    full = copy.deepcopy(variable)
+    got, want = variable(short(bags, padding=padding, device=where)), full(kjt(in_full(bags), device=where))
     assert list(got) == list(want) == ["f", "h@b", "g", "h@c"]
-    for name, one in want.items():
-        assert torch.equal(got[name].values(), one.values())
-        assert torch.equal(got[name].lengths(), one.lengths())
-        assert torch.equal(got[name].weights(), one.weights())
-        grad = upstream(*one.values().shape).to(where)
+    for name, jagged in want.items():
+        assert torch.equal(got[name].values(), jagged.values())
+        assert torch.equal(got[name].lengths(), jagged.lengths())
+        assert torch.equal(got[name].weights(), jagged.weights())
+        grad = upstream(*jagged.values().shape).to(where)
         got[name].values().backward(grad, retain_graph=True)
-        one.values().backward(grad, retain_graph=True)
+        jagged.values().backward(grad, retain_graph=True)
     for name in "abc":
-        assert_close(gradient(mine, name), gradient(full, name))
+        assert_close(gradient(variable, name), gradient(full, name))
 
 
 def test_without_inverse_indices_every_feature_keeps_its_own_batch() -> None:
@@ -156,7 +156,7 @@ def test_fused_optimizers_take_the_steps_of_the_full_batch(kind: Any, pooled: bo
     for step in range(3):
         for module, batch in zip(twins, (short(bags), kjt(in_full(bags))), strict=True):
             out = module(batch)
-            values = out.values() if pooled else torch.cat([one.values() for one in out.values()])
+            values = out.values() if pooled else torch.cat([jagged.values() for jagged in out.values()])
             values.backward(upstream(*values.shape, seed=step))
     torch.testing.assert_close(twins[0].state_dict(), twins[1].state_dict(), rtol=1e-5, atol=1e-6)
 

@@ -65,21 +65,21 @@ class Slow:
     def __call__(self, ids: list[int]) -> tuple[list[int], list[int] | None]:
         """Slots of a batch, and those that got an id."""
         self.batch += 1
-        self.history += [(one, self.batch) for one in ids]
+        self.history += [(id_, self.batch) for id_ in ids]
         given = self._end() if self.batch % self.interval == 0 else None
         slots = {entry.id: entry.slot for entry in self.entries if entry.id != FREE}
-        return [slots.get(one, len(self.entries) - 1) for one in ids], given
+        return [slots.get(id_, len(self.entries) - 1) for id_ in ids], given
 
     def _end(self) -> list[int]:
-        counts, last = Counter(one for one, _ in self.history), dict(self.history)
+        counts, last = Counter(id_ for id_, _ in self.history), dict(self.history)
         self.history = []
         known = {entry.id: entry for entry in self.entries if entry.id != FREE}
-        for one in counts.keys() & known.keys():
-            known[one].count += counts[one]
-            known[one].last = last[one]
+        for id_ in counts.keys() & known.keys():
+            known[id_].count += counts[id_]
+            known[id_].last = last[id_]
         self.entries[-1].count, self.entries[-1].last = FREE, self.batch
-        new = sorted(counts.keys() - known.keys(), key=lambda one: (-counts[one], one))
-        both = self.entries + [Entry(one, -1, counts[one], last[one]) for one in new]
+        new = sorted(counts.keys() - known.keys(), key=lambda id_: (-counts[id_], id_))
+        both = self.entries + [Entry(id_, -1, counts[id_], last[id_]) for id_ in new]
         size = len(self.entries)
         ranked = sorted(range(len(both)), key=lambda n: -self.worth(both[n], self.batch))
         leave, come = [n for n in ranked[size:] if n < size], [n for n in ranked[:size] if n >= size]
@@ -160,8 +160,8 @@ def test_the_id_that_marks_free_slots_gets_none() -> None:
 def test_int32_ids_stay_int32() -> None:
     module = MCHManagedCollisionModule(4, "cpu", LFU_EvictionPolicy(), 1)
     ids = torch.tensor([9, -4, 9], dtype=torch.int32)
-    found = module({"t": JaggedTensor(ids, lengths=torch.tensor([3]))})["t"].values()
-    assert found.dtype == torch.int32 and found.tolist() == [1, 2, 1]
+    slots = module({"t": JaggedTensor(ids, lengths=torch.tensor([3]))})["t"].values()
+    assert slots.dtype == torch.int32 and slots.tolist() == [1, 2, 1]
 
 
 def test_filters_let_ids_pass_by_their_counts() -> None:
@@ -264,11 +264,11 @@ def test_a_collection_maps_the_features_of_a_table_together() -> None:
     batch = KeyedJaggedTensor(
         keys, torch.tensor(sum(ids, [])), torch.arange(7.0), torch.tensor([1, 1, 1, 0, 0, 2, 2, 0])
     )
-    found = collection(batch)
-    assert found.keys() == ["f", "g", "h"] and found.lengths().tolist() == [2, 0, 0, 2, 1, 1]
+    mapped = collection(batch)
+    assert mapped.keys() == ["f", "g", "h"] and mapped.lengths().tolist() == [2, 0, 0, 2, 1, 1]
     # 80 came most often, then the smaller; the interval of "b" has not ended
-    assert found.values().tolist() == [2, 0, 1, 0, 7, 7]
-    assert found.weights().tolist() == [5, 6, 3, 4, 0, 1]
+    assert mapped.values().tolist() == [2, 0, 1, 0, 7, 7]
+    assert mapped.weights().tolist() == [5, 6, 3, 4, 0, 1]
     evicted, free = collection.evict(), collection.open_slots()
     assert evicted["a"] is not None and sorted(evicted["a"].tolist()) == [0, 1, 2] and evicted["b"] is None
     assert {name: int(count) for name, count in free.items()} == {"a": 0, "b": 7}
@@ -281,8 +281,8 @@ def test_features_may_differ_in_batch_size() -> None:
         ["f", "g", "h"], torch.tensor([5, 6, 5, 7]), lengths=torch.tensor([2, 1, 0, 1]),
         stride_per_key_per_rank=[[1], [2], [1]],
     )  # fmt: skip
-    found = collection(batch)
-    assert found.stride_per_key() == [1, 2, 1] and found.values().tolist() == [1, 2, 1, 7]
+    mapped = collection(batch)
+    assert mapped.stride_per_key() == [1, 2, 1] and mapped.values().tolist() == [1, 2, 1, 7]
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
@@ -345,8 +345,8 @@ def features_of(step: int) -> KeyedJaggedTensor:
 
 def train(module: Any, step: int) -> Tensor:
     """A step; what was looked up."""
-    found, _ = module(features_of(step))
-    out = found.values() if not isinstance(found, dict) else torch.cat([jt.values() for jt in found.values()])
+    rows, _ = module(features_of(step))
+    out = rows.values() if not isinstance(rows, dict) else torch.cat([jt.values() for jt in rows.values()])
     (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
     return out.detach()
 
@@ -387,12 +387,12 @@ def test_rows_are_looked_up_by_slot_and_come_as_a_pair(pooled: bool) -> None:
     module, plain = build(pooled=pooled, return_remapped_features=True), build(pooled=pooled)
     for step in range(5):
         with torch.no_grad():
-            found, slots = module(features_of(step))
+            rows, slots = module(features_of(step))
             expected = module._embedding_module(slots)
             again, nothing = plain(features_of(step))
         assert nothing is None and slots.keys() == ["f", "g", "h"]
         for name in ("f", "g", "h"):
-            values = [one[name] if pooled else one[name].values() for one in (found, expected, again)]
+            values = [output[name] if pooled else output[name].values() for output in (rows, expected, again)]
             assert torch.equal(values[0], values[1]) and torch.equal(values[0], values[2])
 
 
@@ -453,9 +453,9 @@ def test_gradients_that_wait_go_with_the_ids_that_had_the_row() -> None:
     module = ManagedCollisionEmbeddingBagCollection(ebc, ManagedCollisionCollection(maps, [table]))
     with accumulate(module):
         for ids in ([1, 2], [3, 4]):
-            found, _ = module(KeyedJaggedTensor(["f"], torch.tensor(ids), lengths=torch.tensor([1, 1])))
-            assert isinstance(found, KeyedTensor)
-            found.values().sum().backward()
+            rows, _ = module(KeyedJaggedTensor(["f"], torch.tensor(ids), lengths=torch.tensor([1, 1])))
+            assert isinstance(rows, KeyedTensor)
+            rows.values().sum().backward()
     ebc.fused_optimizer().step()
     group, number = ebc._homes()[0]
     assert torch.equal(group.state_views(number)["momentum1"], torch.tensor([[1.0], [1.0], [0.0]]).expand(3, DIM))

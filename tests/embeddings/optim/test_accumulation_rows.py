@@ -108,12 +108,12 @@ def train(module: Any, bags: Bags, first: int = 0) -> None:
 
 def state_of(module: Any) -> dict[str, Tensor]:
     states = module.fused_optimizer().state_dict()["state"].values()
-    return {**tables_of(module), **{key: value.clone() for one in states for key, value in one.items()}}
+    return {**tables_of(module), **{key: value.clone() for state in states for key, value in state.items()}}
 
 
-def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    different = [name for name, value in one.items() if not torch.equal(value, other[name])]
+def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    different = [name for name, value in actual.items() if not torch.equal(value, expected[name])]
     assert not different
 
 
@@ -176,15 +176,15 @@ def test_weight_decay_and_the_count_of_steps_enter_once() -> None:
 
 
 def test_the_learning_rate_of_the_step_counts_and_not_that_of_the_backward() -> None:
-    one, other = bag_collection("sgd"), bag_collection("sgd")
+    first, second = bag_collection("sgd"), bag_collection("sgd")
     (bags,) = batches([5])
-    for module, before, after in ((one, 0.1, 0.3), (other, 0.3, 0.3)):
+    for module, before, after in ((first, 0.1, 0.3), (second, 0.3, 0.3)):
         _, optimizer = accumulating(module)
         optimizer.update_hyper_parameters({"lr": before})
         train(module, bags)
         optimizer.param_groups[0]["lr"] = after
         optimizer.step()
-    assert_same_bits(tables_of(one), tables_of(other))
+    assert_same_bits(tables_of(first), tables_of(second))
 
 
 def test_zero_grad_drops_what_waits() -> None:
@@ -200,8 +200,8 @@ def test_zero_grad_drops_what_waits() -> None:
 
 def test_frozen_tables_are_left_alone() -> None:
     frozen, (module, optimizer) = bag_collection("adagrad"), accumulating(bag_collection("adagrad"))
-    for one in (frozen, module):
-        one.embedding_bags["a"].weight.requires_grad_(False)
+    for collection in (frozen, module):
+        collection.embedding_bags["a"].weight.requires_grad_(False)
     for bags in batches([4, 4]):
         train(frozen, bags)
         train(module, bags)

@@ -54,11 +54,11 @@ def test_the_norm_of_all_gradients_is_cut(norm_type: float | str, limit: float) 
 
 
 def test_one_process_has_the_bits_of_torchs_own_cut() -> None:
-    ours, theirs = wrapped({**GRADS}), wrapped({**GRADS})
-    GradientClippingOptimizer(ours, NORM, 0.3).step()
-    torch.nn.utils.clip_grad_norm_(list(theirs.params.values()), 0.3)
-    theirs.step()
-    assert all(torch.equal(seen(ours)[name], grad) for name, grad in seen(theirs).items())
+    own, reference = wrapped({**GRADS}), wrapped({**GRADS})
+    GradientClippingOptimizer(own, NORM, 0.3).step()
+    torch.nn.utils.clip_grad_norm_(list(reference.params.values()), 0.3)
+    reference.step()
+    assert all(torch.equal(seen(own)[name], grad) for name, grad in seen(reference).items())
 
 
 def test_every_number_is_cut() -> None:
@@ -99,14 +99,14 @@ def test_missing_and_empty_gradients_count_for_nothing(norm_type: float | str, g
 @pytest.mark.parametrize("clipping", [NORM, VALUE])
 def test_sparse_gradients_are_cut_too(clipping: GradientClipping) -> None:
     """torch has no norm of a sparse gradient; a row that is looked up twice counts with its sum."""
-    found = []
+    grads = []
     for sparse in (True, False):
         table = nn.Embedding.from_pretrained(torch.zeros(4, 2), freeze=False, sparse=sparse)
         table(torch.tensor([1, 3, 1])).mul(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])).sum().backward()
         inner = KeyedOptimizerWrapper({"w": table.weight}, lambda p: torch.optim.SGD(p, lr=1.0))
         GradientClippingOptimizer(inner, clipping, 5.0).step()
-        found.append(seen(inner)["w"])
-    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+        grads.append(seen(inner)["w"])
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=0)
 
 
 def test_with_the_norm_of_all_ranks_tables_trained_in_the_backward_are_cut_too() -> None:

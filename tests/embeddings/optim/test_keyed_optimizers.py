@@ -114,14 +114,14 @@ def test_param_groups_are_saved_unless_told_otherwise() -> None:
 
 
 def test_combined_optimizers_agree_on_saving_groups() -> None:
-    one, other = wrap(linear()), wrap(linear())
-    one.save_param_groups(False)
+    first, second = wrap(linear()), wrap(linear())
+    first.save_param_groups(False)
     with pytest.raises(ValueError, match=r"agree on save_param_groups, got \[False, True\]"):
-        CombinedOptimizer([("x", one), ("y", other)])
-    one.save_param_groups(True)
-    outer = OptimizerWrapper(CombinedOptimizer([("x", one), ("y", other)]))
+        CombinedOptimizer([("x", first), ("y", second)])
+    first.save_param_groups(True)
+    outer = OptimizerWrapper(CombinedOptimizer([("x", first), ("y", second)]))
     outer.save_param_groups(False)
-    assert all(set(part.state_dict()) == {"state"} for part in (one, other, outer))
+    assert all(set(part.state_dict()) == {"state"} for part in (first, second, outer))
 
 
 class Running:
@@ -271,11 +271,11 @@ class Told(torch.optim.SGD):
 
 
 def test_steps_and_hyper_parameters_are_passed_on() -> None:
-    ebc, told = fused(), KeyedOptimizerWrapper(dict(linear().named_parameters()), Told)
-    outer = OptimizerWrapper(CombinedOptimizer([("ebc", ebc.fused_optimizer()), told]))
+    ebc, wrapped = fused(), KeyedOptimizerWrapper(dict(linear().named_parameters()), Told)
+    outer = OptimizerWrapper(CombinedOptimizer([("ebc", ebc.fused_optimizer()), wrapped]))
     outer.set_optimizer_step(5)
     outer.update_hyper_parameters({"lr": 0.25})
-    inner: Any = told._optimizer
+    inner: Any = wrapped._optimizer
     assert inner.heard == [5, {"lr": 0.25}]
     state = ebc.fused_optimizer().state_dict()
     assert state["state"]["embedding_bags.a.weight"]["a.step"].tolist() == [5]
@@ -421,10 +421,10 @@ def test_combined_optimizers_are_steered_saved_and_loaded_as_one() -> None:
 
 
 def test_combined_optimizers_must_not_share_a_name() -> None:
-    one, other = wrap(linear()), wrap(linear())
-    CombinedOptimizer([("x", one), ("y", other)])
+    first, second = wrap(linear()), wrap(linear())
+    CombinedOptimizer([("x", first), ("y", second)])
     with pytest.raises(ValueError, match="two combined optimizers hold a parameter named 'weight'"):
-        CombinedOptimizer([one, other])
+        CombinedOptimizer([first, second])
 
 
 COUNTS = {"__semisync_local_step_counter__", "__semisync_global_step_counter__"}

@@ -126,8 +126,8 @@ PARTS = {"even shards": [WHOLE[:2], WHOLE[2:]], "dtensor of pieces": [WHOLE[:, [
 
 @pytest.mark.parametrize("kind, parts", PARTS.items(), ids=PARTS)
 def test_a_whole_tensor_fills_the_pieces_of_each_rank(kind: str, parts: list[Tensor]) -> None:
-    found = run_ranks(2, load_a_whole_one, kind)
-    assert all(torch.equal(mine, part) for mine, part in zip(found, parts, strict=True))
+    filled = run_ranks(2, load_a_whole_one, kind)
+    assert all(torch.equal(own_part, part) for own_part, part in zip(filled, parts, strict=True))
 
 
 def refused() -> dict[str, str]:
@@ -140,16 +140,16 @@ def refused() -> dict[str, str]:
         "other size": (rows, torch.zeros(5, 3)),
         "a number": (rows, 1.0),
     }
-    found = {}
-    for case, (mine, theirs) in pairs.items():
-        optimizer, _ = keyed(mine)
-        before = my_part(mine) if mine is not whole else whole
+    messages = {}
+    for case, (own, loaded) in pairs.items():
+        optimizer, _ = keyed(own)
+        before = my_part(own) if own is not whole else whole
         try:
-            optimizer.load_state_dict({"state": {"w": {"sum": theirs, "inner": {"sum": theirs}}}})
+            optimizer.load_state_dict({"state": {"w": {"sum": loaded, "inner": {"sum": loaded}}}})
         except ValueError as error:
-            found[case] = str(error)
-        assert torch.equal(my_part(mine) if mine is not whole else whole, before)
-    return found
+            messages[case] = str(error)
+        assert torch.equal(my_part(own) if own is not whole else whole, before)
+    return messages
 
 
 def test_pieces_that_do_not_fit_are_refused_and_change_nothing() -> None:
@@ -197,7 +197,7 @@ def clipped(norm_type: float, enable: bool) -> tuple[float, list[Tensor]]:
 def test_the_global_norm_is_that_of_the_whole_model_on_every_rank(norm_type: float) -> None:
     norm = torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in GRADS]), norm_type).item()
     ranks = run_ranks(2, clipped, norm_type, True)
-    assert [found for found, _ in ranks] == pytest.approx([norm, norm], rel=1e-6)
+    assert [rank_norm for rank_norm, _ in ranks] == pytest.approx([norm, norm], rel=1e-6)
     whole = [torch.cat([ranks[0][1][0], ranks[1][1][0]]), torch.cat([ranks[0][1][1], ranks[1][1][1]]), ranks[0][1][2]]
     for cut, grad in zip(whole, GRADS, strict=True):
         torch.testing.assert_close(cut, grad * (0.5 / norm), rtol=1e-5, atol=0)
@@ -206,8 +206,8 @@ def test_the_global_norm_is_that_of_the_whole_model_on_every_rank(norm_type: flo
 def test_without_the_global_norm_each_rank_uses_what_it_holds() -> None:
     ranks = run_ranks(2, clipped, 2.0, False)
     for rank, (norm, _) in enumerate(ranks):
-        mine = [GRADS[0][3 * rank : 3 * rank + 3], GRADS[1][:1] if rank == 0 else GRADS[1][1:], GRADS[2]]
-        assert norm == pytest.approx(torch.cat([g.flatten() for g in mine]).norm().item(), rel=1e-6)
+        own_grads = [GRADS[0][3 * rank : 3 * rank + 3], GRADS[1][:1] if rank == 0 else GRADS[1][1:], GRADS[2]]
+        assert norm == pytest.approx(torch.cat([g.flatten() for g in own_grads]).norm().item(), rel=1e-6)
 
 
 def clipped_where_one_rank_has_no_gradient() -> float:
@@ -251,7 +251,7 @@ def rates_of_sharded_tables() -> list[float]:
     model = DistributedModelParallel(ebc, plan=plan)
     stages = [WarmupStage(WarmupPolicy.LINEAR, 2, 0.5), WarmupStage(WarmupPolicy.CONSTANT, 3, 0.25)]
     optimizer = WarmupOptimizer(CombinedOptimizer([model.fused_optimizer]), stages, lr=1.0)
-    found = []
+    rates = []
     for _ in range(5):
         optimizer.zero_grad()
         # gradients of the ranks are averaged
@@ -259,12 +259,12 @@ def rates_of_sharded_tables() -> list[float]:
         before.sum().backward()
         with torch.no_grad():
             moved = before - model(kjt({"a": [[1]], "b": [[1]]})).values()
-        found.append(moved.mean().item())
+        rates.append(moved.mean().item())
         assert moved.max() - moved.min() < 1e-5
         optimizer.step()
-    return found
+    return rates
 
 
 def test_the_schedule_steers_tables_of_every_rank() -> None:
-    for found in run_ranks(2, rates_of_sharded_tables):
-        assert found == pytest.approx([0.5, 0.75, 1.0, 0.25, 1.0], rel=1e-4)
+    for rates in run_ranks(2, rates_of_sharded_tables):
+        assert rates == pytest.approx([0.5, 0.75, 1.0, 0.25, 1.0], rel=1e-4)

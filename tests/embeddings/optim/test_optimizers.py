@@ -79,7 +79,7 @@ def test_torchs_schedulers_steer_the_tables() -> None:
 
 
 def test_states_have_torchrecs_names_and_shapes() -> None:
-    found = {
+    shapes = {
         kind.__name__: {
             name: {key: tuple(value.shape) for key, value in values.items()}
             for name, values in fused(kind).fused_optimizer().state_dict()["state"].items()
@@ -87,11 +87,11 @@ def test_states_have_torchrecs_names_and_shapes() -> None:
         for kind in KINDS
     }
     a, b = "embedding_bags.a.weight", "embedding_bags.b.weight"
-    assert found["SGD"] == {a: {}, b: {}}
-    assert found["Adagrad"] == {a: {"a.momentum1": (6, 4)}, b: {"b.momentum1": (4, 3)}}
-    assert found["RowWiseAdagrad"] == {a: {"a.momentum1": (6,)}, b: {"b.momentum1": (4,)}}
+    assert shapes["SGD"] == {a: {}, b: {}}
+    assert shapes["Adagrad"] == {a: {"a.momentum1": (6, 4)}, b: {"b.momentum1": (4, 3)}}
+    assert shapes["RowWiseAdagrad"] == {a: {"a.momentum1": (6,)}, b: {"b.momentum1": (4,)}}
     # Adam's steps besides what TorchRec has: without them a resumed run corrects its bias from step 0
-    assert found["Adam"] == {
+    assert shapes["Adam"] == {
         a: {"a.momentum1": (6, 4), "a.momentum2": (6, 4), "a.step": (1,)},
         b: {"b.momentum1": (4, 3), "b.momentum2": (4, 3), "b.step": (1,)},
     }
@@ -208,17 +208,17 @@ def test_dense_rowwise_adagrad_follows_its_formula(shape: tuple[int, ...], setti
 
 def test_dense_rowwise_adagrad_takes_groups_later_and_refuses_what_it_cannot_do() -> None:
     """A group added after construction had no state: KeyError 'step' at the first step."""
-    one, other = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
-    optimizer = RowWiseAdagrad([one], lr=1.0)
-    optimizer.add_param_group({"params": [other], "lr": 0.5})
-    one.grad = other.grad = torch.ones(2, 2)
+    first, second = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+    optimizer = RowWiseAdagrad([first], lr=1.0)
+    optimizer.add_param_group({"params": [second], "lr": 0.5})
+    first.grad = second.grad = torch.ones(2, 2)
     optimizer.step()
-    assert torch.equal(one, torch.zeros(2, 2)) and torch.equal(other, torch.full((2, 2), 0.5))
-    one.grad = torch.ones(2, 2).to_sparse()
+    assert torch.equal(first, torch.zeros(2, 2)) and torch.equal(second, torch.full((2, 2), 0.5))
+    first.grad = torch.ones(2, 2).to_sparse()
     with pytest.raises(RuntimeError, match="takes dense gradients"):
         optimizer.step()
     with pytest.raises(ValueError, match="RowWiseAdagrad: weight_decay must not be negative, got -1"):
-        RowWiseAdagrad([one], weight_decay=-1.0)
+        RowWiseAdagrad([first], weight_decay=-1.0)
 
 
 def test_dense_rowwise_adagrad_evaluates_its_closure() -> None:

@@ -42,11 +42,11 @@ def wrapped(lr: float = 7.0) -> KeyedOptimizerWrapper:
 
 def rates(optimizer: KeyedOptimizer, steps: int) -> list[float]:
     """The rate before the first of so many steps, and after each."""
-    found = [next(iter(optimizer.param_groups))["lr"]]
+    lrs = [next(iter(optimizer.param_groups))["lr"]]
     for _ in range(steps):
         optimizer.step()
-        found.append(next(iter(optimizer.param_groups))["lr"])
-    return found
+        lrs.append(next(iter(optimizer.param_groups))["lr"])
+    return lrs
 
 
 # stages, and the factor of LR at iteration i; checked to be equal to TorchRec 1.8.0's rates for 24 iterations
@@ -85,14 +85,14 @@ SCHEDULES: dict[str, tuple[list[WarmupStage], Callable[[int], float]]] = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_rate_follows_the_stages(name: str) -> None:
     stages, factor = SCHEDULES[name]
-    found = rates(WarmupOptimizer(wrapped(), stages, lr=LR), 24)
-    assert found == pytest.approx([LR * factor(i) for i in range(25)], rel=1e-12, abs=1e-15)
+    lrs = rates(WarmupOptimizer(wrapped(), stages, lr=LR), 24)
+    assert lrs == pytest.approx([LR * factor(i) for i in range(25)], rel=1e-12, abs=1e-15)
 
 
 def test_an_inverse_root_may_come_first() -> None:
     """TorchRec divides by zero at construction: iteration 0 has the factor of iteration 1 here."""
-    found = rates(WarmupOptimizer(wrapped(), [S(P.INVSQRT, 3)], lr=1.0), 4)
-    assert found == pytest.approx([1.0, 1.0, 2**-0.5, 3**-0.5, 1.0])
+    lrs = rates(WarmupOptimizer(wrapped(), [S(P.INVSQRT, 3)], lr=1.0), 4)
+    assert lrs == pytest.approx([1.0, 1.0, 2**-0.5, 3**-0.5, 1.0])
 
 
 def test_stages_are_not_written_to() -> None:
@@ -184,14 +184,14 @@ def test_tables_are_trained_at_the_scheduled_rate(drop: bool) -> None:
     """Without `zero_grad` TorchRec's tables are one rate behind: the next call passes it on, after the backward."""
     model = Model()
     optimizer = WarmupOptimizer(model.combined(), STAGES, lr=0.5)
-    found = []
+    lrs = []
     for _ in range(8):
         if drop:
             optimizer.zero_grad()
-        found.append(one_hit(model))
+        lrs.append(one_hit(model))
         optimizer.step()
     expected = [0.05, 0.2, 0.35, 0.5, 0.125, 0.125, 0.0625, 0.5]
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert lrs == pytest.approx(expected, rel=1e-4)
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}
 
 
@@ -232,9 +232,9 @@ def test_a_distributed_checkpoint_written_into_the_live_tensors_resumes_too(tmp_
 
 
 def test_warm_ups_of_parts_are_saved_by_prefix() -> None:
-    one, other = WarmupOptimizer(wrapped(), STAGES), WarmupOptimizer(wrapped(), STAGES)
-    combined = CombinedOptimizer([("x", one), ("y", other)])
-    one.step()
+    first, second = WarmupOptimizer(wrapped(), STAGES), WarmupOptimizer(wrapped(), STAGES)
+    combined = CombinedOptimizer([("x", first), ("y", second)])
+    first.step()
     state = combined.state_dict()["state"]
     assert [state[f"{part}.__warmup"]["warmup"].tolist() for part in "xy"] == [[1, 0], [0, 0]]
     fresh = WarmupOptimizer(wrapped(), STAGES)

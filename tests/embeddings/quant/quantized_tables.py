@@ -53,17 +53,17 @@ def mixed(is_weighted: bool = False) -> quant.EmbeddingBagCollection:
 
 def values_of(collection: QuantizedCollection) -> dict[str, Tensor]:
     """Each table's rows as fp32, from its buffers."""
-    found = {}
+    values = {}
     for group in collection._groups:
         for number, table in enumerate(group.tables):
             child = collection.get_submodule(f"{collection._children_name}.{table.name}")
             parts = [child.get_buffer(name) for name in ("weight_qscale", "weight_qbias")[: group.format.parts]]
             payload = child.get_buffer("weight")
             scales = torch.cat(parts, 1) if parts else payload.new_empty(table.rows, 0, dtype=torch.float16)
-            found[table.name] = dequantize_rows(payload, scales, table.dim, table.format)
+            values[table.name] = dequantize_rows(payload, scales, table.dim, table.format)
             # the buffers are the memory that lookups read
             assert payload.data_ptr() == group.payload_of(number).data_ptr()
-    return found
+    return values
 
 
 def assert_looks_up_its_buffers(

@@ -82,9 +82,9 @@ def test_outputs_of_bytes_carry_the_scales_of_each_row() -> None:
     assert out.values().dtype == torch.uint8 and made.output_dtype() == torch.uint8
     assert out.keys() == wanted.keys() and out.length_per_key() == [16, 16, 13, 40]
     for key, dim in zip(wanted.keys(), wanted.length_per_key(), strict=True):
-        found, values = dequantize_pooled(out[key], [dim]), wanted[key]
+        dequantized, values = dequantize_pooled(out[key], [dim]), wanted[key]
         reach = values.amax(1, keepdim=True) - values.amin(1, keepdim=True)
-        assert bool(((found - values).abs() <= 0.51 / 255 * reach + 1e-7).all())
+        assert bool(((dequantized - values).abs() <= 0.51 / 255 * reach + 1e-7).all())
     assert torch.equal(
         dequantize_pooled(out.values(), wanted.length_per_key())[:, 8:16], dequantize_pooled(out["g"], [8])
     )
@@ -93,8 +93,8 @@ def test_outputs_of_bytes_carry_the_scales_of_each_row() -> None:
     assert rows.values().shape == (3, 16) and torch.equal(rows.weights(), torch.tensor([1, 2, 4]))
     sharded, _ = shard_quant_model(quantize_inference_model(ec, output_dtype=torch.uint8), 2, "cpu", "cpu")
     assert torch.equal(sharded(kjt(BAGS))["f"].values(), rows.values())
-    found = dequantize_pooled(rows.values(), [8])
-    torch.testing.assert_close(found, quantize_inference_model(ec)(kjt(BAGS))["f"].values(), rtol=0, atol=4e-3)
+    dequantized = dequantize_pooled(rows.values(), [8])
+    torch.testing.assert_close(dequantized, quantize_inference_model(ec)(kjt(BAGS))["f"].values(), rtol=0, atol=4e-3)
 
 
 def test_batch_sizes_of_features_and_inverse_indices_as_in_the_trained_collection() -> None:
@@ -152,11 +152,11 @@ def test_a_bad_id_counts_as_none_where_the_policy_says_so(mode: BoundsCheckMode)
         made.embedding_bag_configs(), False, "cpu", table_name_to_quantized_weights=made.table_weights(),
         policy=LookupPolicy(bounds_check=mode),
     )  # fmt: skip
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = lenient(kjt(bad))
     assert torch.equal(out.values(), made(kjt({**bad, "h": [[2, 5], [1], []]})).values())
-    assert [str(one.message) for one in told] == (
+    assert [str(warning.message) for warning in caught] == (
         ["feature 'h' (table 'c'), sample 0: id 99 is outside [0, 8); it counts as no id"]
         if mode is BoundsCheckMode.WARNING
         else []
@@ -252,31 +252,31 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "error", "said"), REFUSED)
+@pytest.mark.parametrize(("arguments", "error", "message"), REFUSED)
 def test_what_cannot_be_stored_is_refused_by_name(
-    arguments: dict[str, object], error: type[Exception], said: str
+    arguments: dict[str, object], error: type[Exception], message: str
 ) -> None:
     given = {"tables": [row(DataType.INT8)], "is_weighted": False, "device": "cpu", **arguments}
     given["table_name_to_quantized_weights"] = given.pop("weights", None)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         quant.EmbeddingBagCollection(**given)  # type: ignore[arg-type]
 
 
 def test_settings_without_effect_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.embeddings.quant.collection._WARNED", set())
     tables = [row(DataType.INT8)]
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             quant.EmbeddingBagCollection(tables, False, "cpu", register_tbes=True, row_alignment=4)
             quant.EmbeddingBagCollection(
                 tables, False, "cpu", quant_state_dict_split_scale_bias=True, cache_features_order=True
             )
-    assert [str(one.message) for one in told] == [
+    assert [str(warning.message) for warning in caught] == [
         "EmbeddingBagCollection: register_tbes=True has no effect, lookups here are no modules",
         "EmbeddingBagCollection: row_alignment=4 has no effect, rows here are not padded",
     ]
-    assert all(one.filename == __file__ for one in told)
+    assert all(warning.filename == __file__ for warning in caught)
 
 
 def test_a_collection_tells_its_tables() -> None:
@@ -383,12 +383,12 @@ def test_threads_that_read_guards_at_once_raise_each_of_them_once(made: Callable
     check, count = made(), 64
     check._pending.extend(batch_of(10 + number) for number in range(count))
 
-    def found(_: int) -> str:
+    def guard_message(_: int) -> str:
         with pytest.raises(IndexError) as caught:
             check.raise_pending()
         return str(caught.value)
 
     with ThreadPoolExecutor(4) as pool:
-        messages = list(pool.map(found, range(count)))
+        messages = list(pool.map(guard_message, range(count)))
     assert sorted(int(message.split("id ")[1].split(" ")[0]) for message in messages) == [*range(10, 10 + count)]
     check.raise_pending()

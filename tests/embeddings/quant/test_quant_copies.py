@@ -42,8 +42,8 @@ def pooled(collection: nn.Module) -> Tensor:
 
 
 def test_names_shapes_and_dtypes_in_the_state_dict() -> None:
-    found = {name: (value.dtype, list(value.shape)) for name, value in bags().state_dict().items()}
-    assert found == {
+    stored = {name: (value.dtype, list(value.shape)) for name, value in bags().state_dict().items()}
+    assert stored == {
         "embedding_bags.a.weight": (torch.uint8, [6, 8]),
         "embedding_bags.a.weight_qscale": (torch.float16, [6, 1]),
         "embedding_bags.a.weight_qbias": (torch.float16, [6, 1]),
@@ -75,12 +75,12 @@ def test_a_state_dict_loads_into_the_planes(make: Callable[[], quant.EmbeddingBa
 def test_a_state_dict_of_another_dtype_or_shape_is_refused() -> None:
     """A float table of an int8 table's shape was copied into its payload, cut to whole numbers, without a word."""
     made, before = bags(), bags().state_dict()
-    for name, value, error, said in (
+    for name, value, error, message in (
         ("a.weight", torch.randn(6, 8), ValueError, "table 'a': weight is torch.uint8 here, the state dict has"),
         ("b.weight_qbias", torch.zeros(7, 1), ValueError, "or make this one with the scale_dtype of the state dict"),
         ("b.weight", torch.zeros(7, 5, dtype=torch.uint8), RuntimeError, "size mismatch"),
     ):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             made.load_state_dict({**before, f"embedding_bags.{name}": value})
     assert_looks_up_its_buffers(made, kjt(BAGS), BAGS)
 

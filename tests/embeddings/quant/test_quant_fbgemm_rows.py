@@ -250,9 +250,9 @@ def test_tables_that_do_not_fit_are_refused_by_name_and_nothing_is_loaded() -> N
         ({scale: None}, "table 'user': the state dict has one of weight_qscale and weight_qbias without the other"),
         ({scale: state[scale].float()}, r"table 'user': weight_qscale must be float16 \[7, 1\], got float32 \[7, 1\]"),
     ]
-    for change, said in wrong:
+    for change, message in wrong:
         changed = {name: value for name, value in {**state, **change}.items() if value is not None}
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             load_torchrec_state_dict(net, changed)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     with pytest.raises(RuntimeError, match="over.bias"):

@@ -81,8 +81,8 @@ def test_every_float_collection_is_quantized_row_by_row(make: Callable[[], Table
         if isinstance(out, KeyedTensor)
         else [(out[name].values(), wanted[name].values()) for name in wanted]
     )
-    for found, values in pairs:
-        torch.testing.assert_close(found, values.detach(), rtol=0, atol=0.02)
+    for dequantized, values in pairs:
+        torch.testing.assert_close(dequantized, values.detach(), rtol=0, atol=0.02)
 
 
 def test_qconfig_takes_observers_dtypes_and_torchs_own_class() -> None:
@@ -167,8 +167,8 @@ def test_feature_processors_go_on_in_the_quantized_module(by_feature: bool) -> N
 
 def test_towers_look_up_quantized_tables() -> None:
     class Values(nn.Module):
-        def forward(self, found: KeyedTensor) -> Tensor:
-            return found.values()
+        def forward(self, pooled: KeyedTensor) -> Tensor:
+            return pooled.values()
 
     towers = EmbeddingTowerCollection([EmbeddingTower(float_bags(), Values())])
     wanted = towers(kjt(BAGS)).detach()
@@ -252,14 +252,14 @@ BAD_ROWS: list[tuple[torch.dtype, float, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "value", "said"), BAD_ROWS)
+@pytest.mark.parametrize(("dtype", "value", "message"), BAD_ROWS)
 def test_rows_that_cannot_be_stored_are_named_and_nothing_is_replaced(
-    dtype: torch.dtype, value: float, said: str
+    dtype: torch.dtype, value: float, message: str
 ) -> None:
     model = nn.Sequential(float_bags())
     with torch.no_grad():
         weight(model[0], "b")[4, 2] = value
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         quantize_inference_model(model, quantization_dtype=dtype)
     assert type(model[0]) is EmbeddingBagCollection
     if value == -1e6:
@@ -293,17 +293,17 @@ def quantize_what_is_sharded() -> tuple[str, bool]:
     sharded = DistributedModelParallel(copy.deepcopy(plain))
     with pytest.raises(TypeError) as raised:
         quantize_inference_model(sharded)
-    found = nn.Sequential(float_bags())
-    found.load_state_dict(full_state_dict(sharded))
-    quantize_inference_model(found)
+    model = nn.Sequential(float_bags())
+    model.load_state_dict(full_state_dict(sharded))
+    quantize_inference_model(model)
     quantize_inference_model(plain)
-    return str(raised.value), torch.equal(found(kjt(BAGS)).values(), plain(kjt(BAGS)).values())
+    return str(raised.value), torch.equal(model(kjt(BAGS)).values(), plain(kjt(BAGS)).values())
 
 
 @pytest.mark.ranks
 def test_a_sharded_model_is_not_passed_over_and_is_shown_the_way_out() -> None:
-    for said, same in run_ranks(2, quantize_what_is_sharded):
-        assert "is a sharded ShardedEmbeddingBagCollection: load shardwise.checkpoint.full_state_dict(model)" in said
+    for message, same in run_ranks(2, quantize_what_is_sharded):
+        assert "is a sharded ShardedEmbeddingBagCollection: load shardwise.checkpoint.full_state_dict(model)" in message
         assert same
 
 
@@ -345,13 +345,13 @@ def test_sequences_and_processed_features_are_pruned_where_they_are_listed() -> 
     set_pruning_data(net, {"d": 2, "p": 0}, [EmbeddingCollection, FeatureProcessedEmbeddingBagCollection])
     rows = weight(net.inner["sequences"], "d").detach().clone()
     quantize_inference_model(net, fp_weight_dtype=torch.float32, quantization_dtype=torch.float32)
-    found = net.inner["sequences"](kjt(BAGS))["f"].values()
-    assert torch.equal(found, torch.stack([rows[1], *torch.zeros(2, 8)]))
+    looked_up = net.inner["sequences"](kjt(BAGS))["f"].values()
+    assert torch.equal(looked_up, torch.stack([rows[1], *torch.zeros(2, 8)]))
     assert not net.processed(kjt(BAGS)).values().any()
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         (9, r"table 'c': 9 rows after pruning is outside \[0, 8\]"),
         (REMAPPING[:5], r"table 'c': a remapping is \[8\], one row for each id, got \[5\]"),
@@ -360,8 +360,8 @@ def test_sequences_and_processed_features_are_pruned_where_they_are_listed() -> 
         (torch.tensor([0, 1, -2, -1, -1, -1, -1, -1]), "a remapping has -1 for ids left out"),
     ],
 )
-def test_pruning_data_that_is_none_is_refused(rows: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_pruning_data_that_is_none_is_refused(rows: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         set_pruning_data(float_bags(), {"c": rows})
 
 
@@ -399,15 +399,15 @@ def test_what_torchrec_prepares_is_as_it_is_to_be_already() -> None:
 
 
 def test_a_state_dict_becomes_rows_that_a_constructor_takes() -> None:
-    ebc, found = float_bags(), {}
+    ebc, weights = float_bags(), {}
     types = {"a": DataType.INT8, "b": DataType.INT4, "c": DataType.FP16}
-    assert quant.quantize_state_dict(ebc, found, types, {"a": 4}) == torch.device("cpu")
-    assert found["a"][0].shape == (4, 8) and found["c"][1] is None
+    assert quant.quantize_state_dict(ebc, weights, types, {"a": 4}) == torch.device("cpu")
+    assert weights["a"][0].shape == (4, 8) and weights["c"][1] is None
     tables = configs()
     for config in tables:
         config.data_type = types[config.name]
     tables[0].num_embeddings_post_pruning = 4
-    made = quant.EmbeddingBagCollection(tables, False, "cpu", torch.float32, found)
+    made = quant.EmbeddingBagCollection(tables, False, "cpu", torch.float32, weights)
     set_pruning_data(ebc, {"a": 4})
     same = quantize_inference_model(ebc, per_table_weight_dtype={"b": torch.quint4x2, "c": torch.float16})
     assert torch.equal(made(kjt(BAGS)).values(), same(kjt(BAGS)).values())

@@ -61,8 +61,8 @@ def test_compiled_loops_have_the_bits_of_the_torch_path(
     case: Case, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = inputs(case)
-    for one in (batch, spoilt(batch)):
-        assert_same_bits(pooled_lookup(*one.lookup), on_torch(one, monkeypatch))
+    for case_batch in (batch, spoilt(batch)):
+        assert_same_bits(pooled_lookup(*case_batch.lookup), on_torch(case_batch, monkeypatch))
     if not case.slow:
         assert_close(pooled_lookup(*batch.lookup), pooled_lookup_ref(*batch.lookup_ref))
 

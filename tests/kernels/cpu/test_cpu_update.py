@@ -106,11 +106,11 @@ def test_compiled_loops_do_every_rule_as_the_torch_path_does(
         with monkeypatch.context() as patch:
             patch.setattr(cpu_update, "update", lambda *args: False)
             expected, twin = trained(batch, rule, decay=decay)
-        for mine, theirs in zip((weights, *state.states), (expected, *twin.states), strict=True):
+        for actual, reference in zip((weights, *state.states), (expected, *twin.states), strict=True):
             if rule_named(rule).is_exact:
-                assert_same_bits(mine, theirs)
+                assert_same_bits(actual, reference)
             else:
-                assert_close(mine, theirs, 1e-6)
+                assert_close(actual, reference, 1e-6)
 
 
 def test_rules_are_exact_that_add_up_no_row() -> None:
@@ -243,8 +243,8 @@ def test_tasks_run_on_torch_s_threads_also_for_several_callers_at_once(in_pieces
         return cpu_threads.run([partial(pow, of + n, 2) for n in range(50)])
 
     with ThreadPoolExecutor(4) as callers:
-        for of, found in zip(range(40), callers.map(squares, range(40)), strict=True):
-            assert found == [(of + n) ** 2 for n in range(50)]
+        for of, squared in zip(range(40), callers.map(squares, range(40)), strict=True):
+            assert squared == [(of + n) ** 2 for n in range(50)]
 
 
 @pytest.mark.parametrize("where", ["no OpenMP", "a fork"])

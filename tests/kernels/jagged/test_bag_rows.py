@@ -156,8 +156,8 @@ def test_one_graph_serves_batches_of_any_size(device: str, op: str) -> None:
         arguments = OPS[op].inputs(case, torch_device(device))
         expected = results(step, arguments)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            found = results(compiled, arguments)
-        assert_same_bits(found, expected)
+            compiled_results = results(compiled, arguments)
+        assert_same_bits(compiled_results, expected)
 
 
 @EVERY_OP

@@ -91,9 +91,9 @@ def test_threads_divide_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
         alone = block_bucketize(*args, **options)
         monkeypatch.setattr(cpu_buckets, "parts_of", lambda ids, most: min(8, most))
         threads = block_bucketize(*args, **options)
-        for one, other in zip(alone, threads, strict=True):
-            assert one is not None and other is not None
-            assert_same_bits(other, one)
+        for single, other in zip(alone, threads, strict=True):
+            assert single is not None and other is not None
+            assert_same_bits(other, single)
         args[1][400] = -5
         with pytest.raises(ValueError, match=re.escape("ids[400] is -5")):
             block_bucketize(*args, **options)
@@ -156,8 +156,8 @@ def test_the_same_bits_twice_from_inputs_that_are_not_contiguous(where: torch.de
     first = block_bucketize(lengths, ids, sizes, buckets, bucketize_pos=True, sequence=True)
     lengths, ids, sizes = (torch.stack([tensor, tensor], 1)[:, 0] for tensor in (lengths, ids, sizes))
     second = block_bucketize(lengths, ids, sizes, buckets, bucketize_pos=True, sequence=True)
-    for one, other in zip(first, second, strict=True):
-        assert (one is None and other is None) or torch.equal(one, other)  # type: ignore[arg-type]
+    for earlier, later in zip(first, second, strict=True):
+        assert (earlier is None and later is None) or torch.equal(earlier, later)  # type: ignore[arg-type]
 
 
 def test_it_compiles_with_its_backward_for_any_size() -> None:

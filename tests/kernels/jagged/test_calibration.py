@@ -48,11 +48,11 @@ def model(logits: list[float], examples: list[float], positives: list[float], se
 
 
 def known_segments(lengths: list[int], values: list[int]) -> list[int]:
-    found, at = [], 0
+    segments, at = [], 0
     for length in lengths:
-        found.append(values[at] + 1 if length == 1 and 0 <= values[at] < SEGMENTS else 0)
+        segments.append(values[at] + 1 if length == 1 and 0 <= values[at] < SEGMENTS else 0)
         at += length
-    return found
+    return segments
 
 
 def seen(segments: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,7 @@ def test_threads_calibrate_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
         alone = histogram_binning_calibration(logit, *seen(1, device), **OPTIONS)
         monkeypatch.setattr(cpu_buckets, "parts_of", lambda ids, most: 8)
         threads = histogram_binning_calibration(logit, *seen(1, device), **OPTIONS)
-    assert all(torch.equal(one, other) for one, other in zip(alone, threads, strict=True))
+    assert all(torch.equal(single, other) for single, other in zip(alone, threads, strict=True))
 
 
 def test_it_compiles() -> None:

@@ -79,11 +79,11 @@ def test_sums_and_products_equal_their_references(device: str, case: Case) -> No
 @st.composite
 def jagged(draw: st.DrawFn) -> tuple[list[list[int]], list[int], bool, torch.dtype]:
     """Lengths of bags, extents, whether values are numbers, and the dtype of offsets."""
-    things, lengths, extents = draw(st.integers(0, 4)), [], []
+    num_rows, lengths, extents = draw(st.integers(0, 4)), [], []
     for _ in range(draw(st.integers(1, 3))):
-        lengths.append(draw(st.lists(st.integers(0, 3), min_size=things, max_size=things)))
+        lengths.append(draw(st.lists(st.integers(0, 3), min_size=num_rows, max_size=num_rows)))
         extents.append(draw(st.integers(0, 4)))
-        things = sum(lengths[-1])
+        num_rows = sum(lengths[-1])
     return lengths, extents, draw(st.booleans()), draw(st.sampled_from([torch.int32, torch.int64]))
 
 
@@ -162,10 +162,10 @@ def test_gradients_equal_those_of_the_references(device: str, case: Case) -> Non
          elementwise.padded_jagged_product_ref(values, other, offsets, extents), [values, other]),
     ):  # fmt: skip
         upstream = torch.arange(1.0, got.numel() + 1, device=torch_device(device)).view_as(got)
-        for one, reference in zip(
+        for grad, reference in zip(
             torch.autograd.grad(got, wanted, upstream), torch.autograd.grad(expected, wanted, upstream), strict=True
         ):
-            assert_same_bits(one, reference)
+            assert_same_bits(grad, reference)
 
 
 OPCHECKED = [case for case in CASES if case.name in ("past the last offset", "2 jagged dims of numbers", "fp16")]
@@ -196,9 +196,9 @@ def everything(values: Tensor, dense: Tensor, offsets: Tensor) -> Tensor:
     """All ops in one number."""
     most = dense.shape[1]
     padded = jagged_to_padded_dense(values, offsets, most, 0.5) * dense
-    found = padded_dense_to_jagged(jagged_dense_add(values, offsets, padded.sin()), offsets, values.shape[0])
-    found = jagged_dense_mul(found, [offsets], padded) + jagged_dense_add_jagged(values, [offsets], dense)
-    return jagged_jagged_mul(found, values, offsets).sum() + padded_dense_to_jagged(dense, offsets).sum()
+    padded_sum = padded_dense_to_jagged(jagged_dense_add(values, offsets, padded.sin()), offsets, values.shape[0])
+    padded_sum = jagged_dense_mul(padded_sum, [offsets], padded) + jagged_dense_add_jagged(values, [offsets], dense)
+    return jagged_jagged_mul(padded_sum, values, offsets).sum() + padded_dense_to_jagged(dense, offsets).sum()
 
 
 @pytest.mark.parametrize("device", UPDATES[:-1])

@@ -186,8 +186,8 @@ def test_large_moves_are_divided_and_the_same(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(cpu_segments, "loops", lambda: None)
         expected = permute_1d(permute, lengths, values)[1]
         monkeypatch.undo()
-        for one, other in zip(*results, strict=True):
-            assert_same_bits(one, other)
+        for first, second in zip(*results, strict=True):
+            assert_same_bits(first, second)
         assert_same_bits(results[0][0], expected)
 
 
@@ -389,11 +389,11 @@ def test_opcheck(device: str, name: str) -> None:
 @pytest.mark.parametrize("device", UPDATES)
 def test_compiled_forward_and_backward_equal_eager(where: torch.device) -> None:
     def loss(values: Tensor, weights: Tensor, permute: Tensor, lengths: Tensor, total: int) -> Tensor:
-        _, one, scaled = permute_1d(permute, lengths, values, weights, permuted_lengths_sum=total)
+        _, permuted, scaled = permute_1d(permute, lengths, values, weights, permuted_lengths_sum=total)
         _, other, _ = permute_2d(permute, lengths[:, None], values, permuted_lengths_sum=total)
         (known,) = permute_segments([values], [3, values.shape[0] - 3], [1, 0])
         assert scaled is not None
-        return (one * scaled).sin().sum() + other.cos().sum() + known[0]
+        return (permuted * scaled).sin().sum() + other.cos().sum() + known[0]
 
     def batch(sizes: list[int]) -> tuple[Any, ...]:
         lengths, permute = torch.tensor(sizes, device=where), torch.tensor([2, 0, 2], device=where)

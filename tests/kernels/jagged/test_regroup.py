@@ -79,16 +79,16 @@ def test_regroup_and_its_gradients_match_the_reference(device: str, case: str, b
     widths, pieces = CASES[case]
     tensors = inputs(widths, torch_device(device), batch)
     want = regroup_ref(tensors, pieces)
-    theirs = gradients(want, tensors)
+    reference_grads = gradients(want, tensors)
     # where kernels run, both ways lead to them
     for way in WAYS if device == "cpu" else WAYS[:1]:
         got = way(tensors, pieces)
         assert len(got) == len(want)
         assert_same_bits(got, want)
-        mine = gradients(got, tensors)
-        assert len(mine) == len(theirs)
-        assert_close(mine, theirs)
-        assert_same_bits(mine, gradients(way(tensors, pieces), tensors))
+        grads = gradients(got, tensors)
+        assert len(grads) == len(reference_grads)
+        assert_close(grads, reference_grads)
+        assert_same_bits(grads, gradients(way(tensors, pieces), tensors))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8])
@@ -156,7 +156,7 @@ def test_regroup_equals_lists(case: tuple[list[int], Pieces, int]) -> None:
                 for c in range(first, first + n):
                     back[t][c] += g + 1
         grads = torch.autograd.grad(sums, tensors, allow_unused=True, materialize_grads=True)
-        assert [grad.tolist() for grad in grads] == [[one] * batch for one in back]
+        assert [grad.tolist() for grad in grads] == [[value] * batch for value in back]
 
 
 @pytest.mark.parametrize("case", ["odd columns", "three times"])
@@ -235,10 +235,10 @@ def test_the_transposed_of_the_transposed_adds_the_same_columns(case: str) -> No
     assert sum(row[2] for row in back.rows()) == sum(widths)
     again = transposed(back, runs.widths)
     x = [torch.randint(9, (2, width)) for width in widths]
-    for one, other in zip(
+    for actual, other in zip(
         OPS.regroup_columns(x, *runs), OPS.regroup_columns(x, *again), strict=True
     ):  # fmt: skip
-        assert_same_bits(one, other)
+        assert_same_bits(actual, other)
 
 
 X, Y = torch.rand(3, 4), torch.rand(3, 2)

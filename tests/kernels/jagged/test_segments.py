@@ -104,8 +104,8 @@ def test_a_sum_of_a_segment_is_the_sum_of_its_list(path: str, data: st.DataObjec
     assert got.dtype == dtype
     assert got.shape == (len(sizes), *columns)
     # nothing wants a gradient: past the dispatcher
-    for found in (got, segment_sum(offsets, values.detach(), batch_size=batch_size)):
-        assert found.tolist() == alike(expected, columns)
+    for sums in (got, segment_sum(offsets, values.detach(), batch_size=batch_size)):
+        assert sums.tolist() == alike(expected, columns)
     if wanted:
         upstream = torch.tensor(alike([*range(1, len(sizes) + 1)], columns), dtype=dtype).view(got.shape)
         (grad,) = torch.autograd.grad(got, values, upstream)

@@ -62,10 +62,10 @@ def tensors(
 
 def op_select(values: Tensor, lengths: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """The registered op, which eager calls on the CPU go past."""
-    found = OPS.jagged_index_select(
+    selected = OPS.jagged_index_select(
         values, None, offsets_of(lengths), indices, lengths.shape[0], lengths.dtype, None
     )  # fmt: skip
-    return found[0], found[1]
+    return selected[0], selected[1]
 
 
 WAYS: list[Callable[..., tuple[Tensor, Tensor]]] = [jagged_index_select, op_select]
@@ -214,10 +214,10 @@ def test_keyed_select_and_its_gradients_match_the_reference(where: torch.device,
     want = keyed_jagged_index_select_ref(*args)
     op = OPS.jagged_index_select(values, weights, offsets, chosen, size, torch.int64, None)
     for got in (keyed_jagged_index_select(*args), (op[0], op[1], op[2] if weighted else None)):
-        for one, other in zip(got, want, strict=True):
-            assert (one is None) == (other is None)
-            if one is not None and other is not None:
-                assert_same_bits(one, other)
+        for actual, reference in zip(got, want, strict=True):
+            assert (actual is None) == (reference is None)
+            if actual is not None and reference is not None:
+                assert_same_bits(actual, reference)
         pairs = [(values, got[0], want[0])]
         if weights is not None and got[2] is not None and want[2] is not None:
             pairs.append((weights, got[2], want[2]))

@@ -37,26 +37,28 @@ def test_ids_are_numbered_in_their_order(where: torch.device, name: str, dtype: 
     ids = {**LISTS, **LARGE}[name]
     if name in LARGE and dtype == torch.int32:
         pytest.skip("int32 does not hold these ids")
-    found = unique_ids(torch.tensor(ids, dtype=dtype, device=where), return_counts=True)
+    unique = unique_ids(torch.tensor(ids, dtype=dtype, device=where), return_counts=True)
     plain = unique_ids(torch.tensor(ids, dtype=dtype, device=where))
     distinct = sorted(set(ids))
-    assert found.counts is not None and plain.counts is None
-    assert found.ids.tolist() == plain.ids.tolist() == distinct and found.ids.dtype == dtype
-    assert found.inverse.tolist() == plain.inverse.tolist() == [distinct.index(id) for id in ids]
-    assert found.counts.tolist() == [ids.count(id) for id in distinct]
-    assert found.inverse.dtype == found.counts.dtype == torch.int64
+    assert unique.counts is not None and plain.counts is None
+    assert unique.ids.tolist() == plain.ids.tolist() == distinct and unique.ids.dtype == dtype
+    assert unique.inverse.tolist() == plain.inverse.tolist() == [distinct.index(id) for id in ids]
+    assert unique.counts.tolist() == [ids.count(id) for id in distinct]
+    assert unique.inverse.dtype == unique.counts.dtype == torch.int64
 
 
 def jagged_model(bags: list[list[list[int]]], tables: list[int], count: int) -> tuple[list[int], list[int], list[int]]:
     """Lengths, ids and inverse."""
-    lengths, found, inverse = [], [], []
+    lengths, distinct_ids, inverse = [], [], []
     for table in range(count):
-        mine = [bag for f, feature in enumerate(bags) if tables[f] == table for bag in feature]
-        distinct = sorted({id for bag in mine for id in bag})
-        lengths += [len(distinct) // len(mine) + (i < len(distinct) % len(mine)) for i in range(len(mine))]
-        inverse += [len(found) + distinct.index(id) for bag in mine for id in bag]
-        found += distinct
-    return lengths, found, inverse
+        table_bags = [bag for f, feature in enumerate(bags) if tables[f] == table for bag in feature]
+        distinct = sorted({id for bag in table_bags for id in bag})
+        lengths += [
+            len(distinct) // len(table_bags) + (i < len(distinct) % len(table_bags)) for i in range(len(table_bags))
+        ]
+        inverse += [len(distinct_ids) + distinct.index(id) for bag in table_bags for id in bag]
+        distinct_ids += distinct
+    return lengths, distinct_ids, inverse
 
 
 def batch_tensors(
@@ -69,10 +71,10 @@ def batch_tensors(
 
 
 def assert_numbered(result: Any, bags: list[list[list[int]]], tables: list[int], count: int) -> None:
-    lengths, found, inverse = jagged_model(bags, tables, count)
+    lengths, distinct_ids, inverse = jagged_model(bags, tables, count)
     assert result.lengths.tolist() == lengths
     assert result.offsets.tolist() == [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()]
-    assert result.ids.tolist() == found
+    assert result.ids.tolist() == distinct_ids
     assert result.inverse.tolist() == inverse
 
 
@@ -143,8 +145,8 @@ def test_rows_fetched_once_are_handed_out_to_all_ids(where: torch.device) -> Non
 
 def test_they_compile() -> None:
     def both(ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        found, per_table = unique_ids(ids), jagged_unique(ids, offsets, [10, 10, 10], SHARED)
-        return found.ids[found.inverse], per_table.ids[per_table.inverse]
+        unique, per_table = unique_ids(ids), jagged_unique(ids, offsets, [10, 10, 10], SHARED)
+        return unique.ids[unique.inverse], per_table.ids[per_table.inverse]
 
     with running_on("cpu") as device, torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(both, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -233,7 +233,7 @@ def test_the_guard_holds_the_first_fault_that_a_naive_search_finds(device: str, 
     # what is raised from: on the CPU a guard of the call's own
     guards = [new_guard(where)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounds, "raise_from_guard", lambda found, *args, **kwargs: guards.append(found))
+        patch.setattr(bounds, "raise_from_guard", lambda fault, *args, **kwargs: guards.append(fault))
         check_ids(torch.tensor(ids, dtype=torch.int64, device=where), offsets, features, guards[0], names=names)
     assert guards[-1].tolist() == [expected, OK, OK]
 

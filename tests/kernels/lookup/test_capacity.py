@@ -103,12 +103,12 @@ def test_a_batch_with_a_capacity_has_the_bags_of_one_without() -> None:
 def test_copies_keep_the_capacity_and_pieces_have_no_padding() -> None:
     batch = two(capacity=5)
     copies = (batch.to("cpu"), batch.to("meta"), copy.copy(batch), copy.deepcopy(batch))
-    for one in (*copies, pickle.loads(pickle.dumps(batch)), batch.sync().to("cpu"), *batch.split([2])):
-        assert (one.capacity(), one.values().shape[0]) == (5, 5)
+    for copied in (*copies, pickle.loads(pickle.dumps(batch)), batch.sync().to("cpu"), *batch.split([2])):
+        assert (copied.capacity(), copied.values().shape[0]) == (5, 5)
     joined = KeyedJaggedTensor.concat([two(capacity=5), KeyedJaggedTensor.empty(is_weighted=True)])
-    for one in (batch.permute([0, 1]), joined, KeyedJaggedTensor.from_jt_dict(batch.to_dict())):
-        assert (one.capacity(), one.values().tolist(), one.keys()) == (None, [1, 2, 3], ["a", "b"])
-        assert one.weights().isfinite().all()
+    for copied in (batch.permute([0, 1]), joined, KeyedJaggedTensor.from_jt_dict(batch.to_dict())):
+        assert (copied.capacity(), copied.values().tolist(), copied.keys()) == (None, [1, 2, 3], ["a", "b"])
+        assert copied.weights().isfinite().all()
     assert [piece.values().tolist() for piece in batch.split([1, 1])] == [[1, 2], [3]]
     assert [piece.capacity() for piece in batch.split([1, 1])] == [None, None]
 
@@ -167,24 +167,40 @@ def test_every_op_gives_the_same_bits_with_padding(device: str, case: Case) -> N
     weights, grad = batch.weights, gradient_for(batch)
     ids = batch.indices.shape[0]
     results = []
-    for one in (batch, longer(batch)):
-        out = [pooled_lookup(*one.lookup)]
-        q = per_id_weight_gradient(grad, weights, one.indices, one.offsets, one.features, one.dims)
+    for padded_batch in (batch, longer(batch)):
+        out = [pooled_lookup(*padded_batch.lookup)]
+        q = per_id_weight_gradient(
+            grad, weights, padded_batch.indices, padded_batch.offsets, padded_batch.features, padded_batch.dims
+        )
         assert (q[ids:] == 0).all()
         out.append(q[:ids])
-        for pooling, upstream_grad in {one.pooling: grad, **rows_of(one)}.items():
+        for pooling, upstream_grad in {padded_batch.pooling: grad, **rows_of(padded_batch)}.items():
             out.append(
                 torch.ops.shardwise.lookup_gradient(
-                    weights, upstream_grad, one.indices, one.offsets, one.per_id_weights, one.features, one.dims,
-                    one.segments, pooling,
+                    weights, upstream_grad, padded_batch.indices, padded_batch.offsets, padded_batch.per_id_weights,
+                    padded_batch.features, padded_batch.dims, padded_batch.segments, pooling,
                 )
             )  # fmt: skip
-        if len(set(one.dims)) == 1:
-            rows = sequence_lookup(weights, one.indices, one.offsets, one.features, one.dims[0], one.segments)
-            assert rows.shape[0] == one.indices.shape[0] and (rows[ids:] == 0).all()
+        if len(set(padded_batch.dims)) == 1:
+            rows = sequence_lookup(
+                weights,
+                padded_batch.indices,
+                padded_batch.offsets,
+                padded_batch.features,
+                padded_batch.dims[0],
+                padded_batch.segments,
+            )
+            assert rows.shape[0] == padded_batch.indices.shape[0] and (rows[ids:] == 0).all()
             out.append(rows[:ids])
         guard = new_guard(weights.device)
-        check_ids(one.indices, one.offsets, one.features, guard, names=one.names, padded=True)
+        check_ids(
+            padded_batch.indices,
+            padded_batch.offsets,
+            padded_batch.features,
+            guard,
+            names=padded_batch.names,
+            padded=True,
+        )
         results.append([*out, guard])
     assert_same_bits(results[1], results[0])
 
@@ -206,14 +222,14 @@ def test_an_update_gives_the_same_bits_with_padding(device: str, rule: str) -> N
     case = Case("capacity", tables, ((0, False), (1, True), (2, False)), batch=5, lengths=(2, 2), weighted=True)
     batch = inputs(case, torch_device(device))
     assert levels_for(batch.indices.shape[0]) < levels_for(longer(batch).indices.shape[0])
-    found = []
-    for one in (batch, longer(batch)):
-        weights, state = one.weights.clone(), optimizer(rule, one, decay="l2")
+    results = []
+    for padded_batch in (batch, longer(batch)):
+        weights, state = padded_batch.weights.clone(), optimizer(rule, padded_batch, decay="l2")
         for _ in range(2):
-            fused_update(*update_args(weights, state, gradient_for(one), one))
-        found.append([weights, *state.states, state.step])
-    assert not torch.equal(found[0][0], batch.weights)
-    assert_same_bits(found[1], found[0])
+            fused_update(*update_args(weights, state, gradient_for(padded_batch), padded_batch))
+        results.append([weights, *state.states, state.step])
+    assert not torch.equal(results[0][0], batch.weights)
+    assert_same_bits(results[1], results[0])
 
 
 @EVERYWHERE
@@ -221,9 +237,9 @@ def test_an_id_check_looks_at_bags_only_and_at_their_end(device: str) -> None:
     batch = inputs(Case("bounds", batch=3, lengths=(2, 2)), torch_device(device))
     names, padded = batch.names, longer(batch)
 
-    def check(one: Inputs, *, padded: bool = False) -> None:
+    def check(checked: Inputs, *, padded: bool = False) -> None:
         guard = new_guard(batch.weights.device)
-        check_ids(one.indices, one.offsets, one.features, guard, names=names, padded=padded)
+        check_ids(checked.indices, checked.offsets, checked.features, guard, names=names, padded=padded)
         assert guard.tolist() == new_guard().tolist()
 
     check(padded, padded=True)
@@ -303,23 +319,23 @@ def trained(
     module: Any = make(device, gradient_check=GradientCheckMode.RAISE)
     if kind is not None:
         apply_optimizer_in_backward(kind, module.parameters(), {"lr": 0.1})
-    found = []
+    results = []
     for step in range(3):
         features = pad(batch_of(device, step, dtype))
         owned = int(features.offsets()[-1])
         scale = features.weights().requires_grad_()
         out = tensors_of(module(features))
-        wanted = [one for one in out if one.requires_grad]
-        torch.autograd.backward(wanted, [upstream(*one.shape, seed=step).to(device) for one in wanted])
-        found += [one.detach() for one in out]
+        wanted = [output for output in out if output.requires_grad]
+        torch.autograd.backward(wanted, [upstream(*output.shape, seed=step).to(device) for output in wanted])
+        results += [output.detach() for output in out]
         if scale.grad is not None:
             assert (scale.grad[owned:] == 0).all()
-            found.append(scale.grad[:owned])
+            results.append(scale.grad[:owned])
     module.check()
-    found += list(tables_of(module).values())
-    found += [gradient_of(param) for param in module.parameters() if kind is None]
+    results += list(tables_of(module).values())
+    results += [gradient_of(param) for param in module.parameters() if kind is None]
     states = module.fused_optimizer().state_dict()["state"]
-    return found + [value.clone() for values in states.values() for value in values.values()]
+    return results + [value.clone() for values in states.values() for value in values.values()]
 
 
 def is_no_extreme(make: str, run: str) -> bool:
@@ -333,9 +349,9 @@ def test_a_collection_trains_to_the_same_bits_with_padding(device: str, make: st
     expected = trained(MODULES[make], kind, where, lambda batch: batch, dtype)
     got = trained(MODULES[make], kind, where, with_padding, dtype)
     assert len(got) == len(expected) >= 3
-    for one, other in zip(got, expected, strict=True):
-        assert one.shape == other.shape
-        assert_same_bits(one, other)
+    for actual, reference in zip(got, expected, strict=True):
+        assert actual.shape == reference.shape
+        assert_same_bits(actual, reference)
 
 
 @EVERYWHERE
@@ -374,7 +390,7 @@ def test_a_batch_of_nothing_but_padding(where: torch.device, make: str) -> None:
         )
         out = tensors_of(module(features))
         torch.autograd.backward(out[0], torch.ones_like(out[0]))
-        assert all((one == 0).all() for one in out)
+        assert all((output == 0).all() for output in out)
         assert all((gradient_of(param) == 0).all() for param in module.parameters())
 
 

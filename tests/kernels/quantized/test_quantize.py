@@ -124,8 +124,8 @@ def test_any_rows_have_the_reference_bits_on_the_cpu(
             for format, scales in FORMATS:
                 dtype = scales or row_format(format).scale_dtype
                 got, want = _quantize_rows(rows, format, dtype), quantize_rows_ref(rows, format, dtype)
-                for one, other in zip(got, want, strict=True):
-                    assert torch.equal(bits_of(one), bits_of(other)), (seed, format, dtype, dim)
+                for actual, reference in zip(got, want, strict=True):
+                    assert torch.equal(bits_of(actual), bits_of(reference)), (seed, format, dtype, dim)
                 back, expected = (
                     _dequantize_rows(*want, dim, format, rows.dtype),
                     dequantize_rows_ref(*want, dim, format, rows.dtype),

@@ -39,9 +39,9 @@ CASES = [
 
 def index_of(batch: Inputs) -> RowChunks:
     step = torch.zeros(1, dtype=torch.int64)
-    found = row_chunks.row_chunks(lookup_of(batch), 20, new_guard(), step, hashed=True)
+    chunks = row_chunks.row_chunks(lookup_of(batch), 20, new_guard(), step, hashed=True)
     assert step.item() == 1
-    return found
+    return chunks
 
 
 def lookup_of(batch: Inputs) -> Lookup:
@@ -50,20 +50,20 @@ def lookup_of(batch: Inputs) -> Lookup:
 
 
 def assert_equals_reference(batch: Inputs) -> None:
-    found = index_of(batch)
+    chunks = index_of(batch)
     levels, source, scale = row_chunks.row_chunks_ref(lookup_of(batch), 20)
     used = len(source)
-    assert found.source[:used].tolist() == source.tolist()
-    assert (found.scale is None) == (scale is None)
-    if scale is not None and found.scale is not None:
-        assert_same_bits(found.scale[:used], scale)
-    assert len(found.levels) == len(levels)
-    for number, (level, expected) in enumerate(zip(found.levels, levels, strict=True)):
+    assert chunks.source[:used].tolist() == source.tolist()
+    assert (chunks.scale is None) == (scale is None)
+    if scale is not None and chunks.scale is not None:
+        assert_same_bits(chunks.scale[:used], scale)
+    assert len(chunks.levels) == len(levels)
+    for number, (level, expected) in enumerate(zip(chunks.levels, levels, strict=True)):
         n = int(expected.total)
         if number:
             # runs of one chunk were done on the level before: these are the others'
             assert n <= level.capacity
-        assert int(found.totals[number]) == n
+        assert int(chunks.totals[number]) == n
         assert level.chunks[START, : n + 1].tolist() == expected.start[: n + 1].tolist()
         assert level.chunks[ROW, :n].tolist() == expected.row[:n].tolist()
         assert level.chunks[SLOT, :n].tolist() == expected.slot[:n].tolist()
@@ -122,8 +122,8 @@ def test_its_programs_do_not_race_and_their_order_is_nobodys(case: Case) -> None
     with recorded(order=3):
         other = index_of(batch)
     n = int(given.totals[0])
-    for mine, theirs in zip(given.levels, other.levels, strict=True):
-        assert mine.chunks[:, :n].shape == theirs.chunks[:, :n].shape
+    for level, other_level in zip(given.levels, other.levels, strict=True):
+        assert level.chunks[:, :n].shape == other_level.chunks[:, :n].shape
     assert_same_bits(given.levels[0].chunks[:, :n], other.levels[0].chunks[:, :n])
     assert_same_bits(given.totals, other.totals)
 
@@ -151,7 +151,7 @@ def test_few_levels_add_up_a_row_that_every_id_hits(ids: int, count: int) -> Non
 
 
 def test_levels_never_fall_as_batches_grow() -> None:
-    assert all(one <= other for one, other in pairwise(row_chunks.levels(2**k) for k in range(30)))
+    assert all(smaller <= larger for smaller, larger in pairwise(row_chunks.levels(2**k) for k in range(30)))
 
 
 @pytest.mark.parametrize("fatal", [True, False])

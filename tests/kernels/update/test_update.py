@@ -146,14 +146,14 @@ def test_training_equals_torch_optim(device: str, name: str) -> None:
     batch = inputs(TRAINED, torch_device(device))
     state = optimizer(rule, batch, eps=1e-8 if name == "sparse adam" else 1e-6)
     tables = [torch.nn.Parameter(table.detach().clone()) for table in batch.tables()]
-    theirs = OPTIMIZERS[name](tables)
+    torch_optimizer = OPTIMIZERS[name](tables)
     for step in range(STEPS[device]):
         now = batch.batch_of(step)
         if name == "adam":
             now = hitting_every_row(now)
         grad = upstream(now, seed=step)
         fused_update(*update_args(batch.weights, state, grad, now))
-        theirs.zero_grad()
+        torch_optimizer.zero_grad()
         columns = []
         for f, (t, _) in enumerate(TRAINED.features):
             offsets = now.offsets[f * TRAINED.batch : (f + 1) * TRAINED.batch + 1]
@@ -165,7 +165,7 @@ def test_training_equals_torch_optim(device: str, name: str) -> None:
                 )
             )  # fmt: skip
         torch.cat(columns, dim=1).backward(grad)
-        theirs.step()
+        torch_optimizer.step()
     assert_close(batch.tables(), tables, 1e-5)
 
 

@@ -38,8 +38,8 @@ def assert_sound(make: Callable[[], Call], orders: Sequence[int] = (1,)) -> None
         torch.manual_seed(0)
         with recorded(order=order):
             again = make()
-        for one, other in zip(again.results, done.results, strict=True):
-            assert_same_bits(one, other)
+        for first, other in zip(again.results, done.results, strict=True):
+            assert_same_bits(first, other)
 
 
 def by_kind(traffic: Traffic) -> list[tuple[Kind, dict[str, int]]]:

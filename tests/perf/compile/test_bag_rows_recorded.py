@@ -37,8 +37,8 @@ def moved(launch: Launch, kind: str, name: str) -> int:
     """Bytes of an argument that lanes read or wrote, each time they did."""
     tensor = launch.tensors[name]
     low, high = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    found = [a for a in launch.accesses if a.kind == kind]
-    return sum(int(((a.addresses >= low) & (a.addresses < high)).sum()) * a.itemsize for a in found)
+    accesses = [a for a in launch.accesses if a.kind == kind]
+    return sum(int(((a.addresses >= low) & (a.addresses < high)).sum()) * a.itemsize for a in accesses)
 
 
 @interpreted

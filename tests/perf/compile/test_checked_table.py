@@ -41,8 +41,8 @@ def test_kernels_that_changed_since_the_whole_check_keep_their_promises() -> Non
         pytest.skip(f"no whole check is recorded for triton {version}: shardwise kernels check --record")
     stale = changed(cases(), checked.read_table(), version)
     tasks = [(case, target) for case in stale for target in compiled.TARGETS if compiled.has_case(target, case)]
-    found = dict(compiled.compile_all(tasks, jobs=2))
-    broken = broken_promises([(*task, found[place]) for place, task in enumerate(tasks)])
+    reports = dict(compiled.compile_all(tasks, jobs=2))
+    broken = broken_promises([(*task, reports[place]) for place, task in enumerate(tasks)])
     assert [f"{case.name} on {target}: {sentence}" for case, target, sentence in broken] == []
 
 

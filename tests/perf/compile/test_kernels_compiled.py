@@ -76,8 +76,8 @@ def report(name: str, target: str) -> Report:
 def sentences(*planted: Case, target: str = "sm_90") -> list[str]:
     """What the check says of cases, compiled as the command compiles them."""
     tasks = [(case, target) for case in planted]
-    found = dict(compiled.compile_all(tasks, jobs=1))
-    return [sentence for _, _, sentence in broken_promises([(*task, found[i]) for i, task in enumerate(tasks)])]
+    reports = dict(compiled.compile_all(tasks, jobs=1))
+    return [sentence for _, _, sentence in broken_promises([(*task, reports[i]) for i, task in enumerate(tasks)])]
 
 
 @pytest.mark.parametrize(("name", "target"), targeted(MATRIX))
@@ -191,9 +191,9 @@ def test_another_order_of_columns_is_caught() -> None:
     assert repr(case.name) in sentence
 
 
-def altered(name: str, **found: float | tuple[str, ...] | dict[str, float]) -> list[str]:
+def altered(name: str, **changes: float | tuple[str, ...] | dict[str, float]) -> list[str]:
     """What the check says of a case whose report differs in one thing."""
-    changed: Sequence[tuple[Case, str, Report]] = [(cases()[name], "sm_90", replace(report(name, "sm_90"), **found))]  # type: ignore[arg-type]
+    changed: Sequence[tuple[Case, str, Report]] = [(cases()[name], "sm_90", replace(report(name, "sm_90"), **changes))]  # type: ignore[arg-type]
     return [sentence for _, _, sentence in broken_promises(changed)]
 
 

@@ -80,15 +80,15 @@ def cases() -> dict[str, Case]:
 
 @pytest.mark.parametrize(("name", "target"), targeted(MATRIX))
 def test_a_case_keeps_its_promises(name: str, target: str) -> None:
-    found = compiled.compile_case(cases()[name], target)
-    assert broken_promises([(cases()[name], target, found)]) == []
-    assert not [what for what, listed in NOTHING_OF.items() if (name, target) in listed and getattr(found, what)]
+    report = compiled.compile_case(cases()[name], target)
+    assert broken_promises([(cases()[name], target, report)]) == []
+    assert not [what for what, listed in NOTHING_OF.items() if (name, target) in listed and getattr(report, what)]
 
 
 @pytest.mark.parametrize(("name", "target", "loads", "stores"), targeted(WIDE))
 def test_rows_move_16_bytes_at_a_time(name: str, target: str, loads: int, stores: int) -> None:
-    found = compiled.compile_case(cases()[name], target)
-    assert (found.accesses["load", 16], found.accesses["store", 16]) == (loads, stores)
-    assert (found.spills, found.atomics) == (0, ())
+    report = compiled.compile_case(cases()[name], target)
+    assert (report.accesses["load", 16], report.accesses["store", 16]) == (loads, stores)
+    assert (report.spills, report.atomics) == (0, ())
     # quantized rows are dealt out again before they are stored
-    assert name.startswith("quantized") or (found.shared_bytes, found.barriers) == (0, 0)
+    assert name.startswith("quantized") or (report.shared_bytes, report.barriers) == (0, 0)

@@ -105,6 +105,6 @@ def test_a_variant_says_how_a_launch_asks_for_memory() -> None:
 @pytest.mark.parametrize("name", ["update.next_entries", "update.prefetch", "update.contiguous"])
 def test_what_a_variant_forces_compiles_without_spills(name: str) -> None:
     plain, forced = (update_of(Batch(128), forced=settings) for settings in ({}, {name: True}))
-    found = compiled.compile_case(forced, "sm_90")
-    assert found.spills == 0 and found.registers <= update.REGISTERS
-    assert found.row_sums == compiled.compile_case(plain, "sm_90").row_sums
+    report = compiled.compile_case(forced, "sm_90")
+    assert report.spills == 0 and report.registers <= update.REGISTERS
+    assert report.row_sums == compiled.compile_case(plain, "sm_90").row_sums

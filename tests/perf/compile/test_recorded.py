@@ -107,15 +107,15 @@ def hints_kernel(X, Y, N, ALIGN: tl.constexpr, BY: tl.constexpr):  # type: ignor
 
 
 @interpreted
-@pytest.mark.parametrize(("reach", "found"), [(4, []), (8, ["(0, 0, 0) and (1, 0, 0)", "(1, 0, 0) and (2, 0, 0)"])])
-def test_programs_that_write_the_same_element_race(reach: int, found: list[str]) -> None:
+@pytest.mark.parametrize(("reach", "expected"), [(4, []), (8, ["(0, 0, 0) and (1, 0, 0)", "(1, 0, 0) and (2, 0, 0)"])])
+def test_programs_that_write_the_same_element_race(reach: int, expected: list[str]) -> None:
     x, y = torch.arange(12.0), torch.zeros(12)
     with recorded() as launches:
         blocks_kernel[(3,)](x, y, 12, 4, reach)
     got = races(launches[0])
-    assert ["{} and {}".format(*race.programs) for race in got] == found
+    assert ["{} and {}".format(*race.programs) for race in got] == expected
     assert all(race.kernel == "blocks_kernel" and race.kinds == ("write", "write") for race in got)
-    assert [race.place for race in got] == ["Y[4]", "Y[8]"][: len(found)]
+    assert [race.place for race in got] == ["Y[4]", "Y[8]"][: len(expected)]
 
 
 @interpreted

@@ -62,18 +62,18 @@ def lookup(*order: str) -> str:
 
 
 def test_a_warp_waits_for_its_ids_and_then_for_all_rows_together() -> None:
-    found = waits(lookup("i", "r0", "r1", "+0", "+1"))
-    assert (found.long, found.gathers_first) == (2, True)
-    assert 1.9 < found.latencies < 2.1
-    assert [text for _, text in found.stops] == ["LEA R10, P1, R6, UR4, 0x4", "FADD R24, R24, R16"]
-    assert all(LATENCY * 0.9 < cycles <= LATENCY for cycles, _ in found.stops)
+    stalls = waits(lookup("i", "r0", "r1", "+0", "+1"))
+    assert (stalls.long, stalls.gathers_first) == (2, True)
+    assert 1.9 < stalls.latencies < 2.1
+    assert [text for _, text in stalls.stops] == ["LEA R10, P1, R6, UR4, 0x4", "FADD R24, R24, R16"]
+    assert all(LATENCY * 0.9 < cycles <= LATENCY for cycles, _ in stalls.stops)
 
 
 def test_a_row_that_is_gathered_after_the_first_sum_is_waited_for_by_itself() -> None:
     """The flagship's loop was so compiled, beside a comment that said four gathers were in flight."""
-    found = waits(lookup("i", "r0", "+0", "r1", "+1"))
-    assert (found.long, found.gathers_first) == (3, False)
-    assert found.latencies > 2.9
+    stalls = waits(lookup("i", "r0", "+0", "r1", "+1"))
+    assert (stalls.long, stalls.gathers_first) == (3, False)
+    assert stalls.latencies > 2.9
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_a_row_that_is_gathered_after_the_first_sum_is_waited_for_by_itself() ->
     ],
 )
 def test_a_line_that_the_pass_has_loaded_is_there(second: str, long: int) -> None:
-    found = waits(sass("LDG.E R6, [R2.64]", "IADD3 R7, R6, 0x1, RZ", second, "IADD3 R13, R12, 0x1, RZ"))
-    assert found.long == long
-    assert long == 2 or found.latencies < (LATENCY + 2 * HIT) / LATENCY
+    stalls = waits(sass("LDG.E R6, [R2.64]", "IADD3 R7, R6, 0x1, RZ", second, "IADD3 R13, R12, 0x1, RZ"))
+    assert stalls.long == long
+    assert long == 2 or stalls.latencies < (LATENCY + 2 * HIT) / LATENCY
 
 
 def test_what_a_pass_loads_for_the_next_is_not_waited_for_where_something_else_is() -> None:

@@ -51,8 +51,8 @@ def test_a_candidate_keeps_the_promises_of_launches(name: str, target: str) -> N
 def test_every_candidate_is_compiled_as_the_tuner_would_launch_it() -> None:
     """A filter that missed its kernel would leave nothing to compile, and nothing to fail."""
     for case in known().values():
-        name, said = case.name.split(" tuned ")
-        config = {key: int(value) for key, value in (word.split("=") for word in said.split())}
+        name, settings = case.name.split(" tuned ")
+        config = {key: int(value) for key, value in (word.split("=") for word in settings.split())}
         blocks = [n for key, n in case.constants.items() if key in ("BLOCK_B", "BLOCK_N", "BLOCK_R", "BLOCK_C")]
         # Triton takes a block of 1 as any other constant
         assert blocks == [config.get("rows") or config["chunks"]], name

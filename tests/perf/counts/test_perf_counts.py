@@ -75,7 +75,7 @@ def counts(name: str = SMALL) -> Counts:
 
 def rises(before: Counts, now: Counts) -> dict[str, Change]:
     """What rose, by the count."""
-    return {one.count: one for one in changes({SMALL: before}, {SMALL: now}) if one.rose}
+    return {change.count: change for change in changes({SMALL: before}, {SMALL: now}) if change.rose}
 
 
 def invoke(*args: str) -> tuple[int, str]:
@@ -91,9 +91,9 @@ def invoke(*args: str) -> tuple[int, str]:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counts:
     """What the command counts from now on: this, without counting."""
-    found = dict(small_counts())
-    monkeypatch.setattr(count_steps, "counts_of", lambda step: found)
-    return found
+    step_counts = dict(small_counts())
+    monkeypatch.setattr(count_steps, "counts_of", lambda step: step_counts)
+    return step_counts
 
 
 @pytest.fixture
@@ -130,14 +130,14 @@ def more_memory(self: TableGroup, *args: Any, **kwargs: Any) -> Any:
 
 
 def more_kernels(self: TableGroup, *args: Any, **kwargs: Any) -> Any:
-    found: Tensor = plain_pooled(self, *args, **kwargs)
-    return found + 0
+    looked_up: Tensor = plain_pooled(self, *args, **kwargs)
+    return looked_up + 0
 
 
 def another_wait(self: TableGroup, *args: Any, **kwargs: Any) -> Any:
-    found: Tensor = plain_pooled(self, *args, **kwargs)
-    bool(found.isfinite().all())
-    return found
+    looked_up: Tensor = plain_pooled(self, *args, **kwargs)
+    bool(looked_up.isfinite().all())
+    return looked_up
 
 
 plain_pooled = TableGroup.pooled
@@ -156,10 +156,10 @@ def test_what_is_planted_into_a_step_fails_the_check_by_name(
 ) -> None:
     planted, count, by, part = PLANTED[what]
     monkeypatch.setattr(TableGroup, "pooled", planted)
-    status, said = invoke("--only", SMALL, "--check", "--baseline", baseline)
+    status, output = invoke("--only", SMALL, "--check", "--baseline", baseline)
     assert status == 1
-    assert f"{SMALL}: {count} rose by {by:,}, from" in said
-    assert part in said
+    assert f"{SMALL}: {count} rose by {by:,}, from" in output
+    assert part in output
 
 
 @pytest.mark.full
@@ -169,27 +169,27 @@ def test_a_python_call_more_fails_the_check_by_name(
     before, file = small_counts(), tmp_path / "found.json"
     with monkeypatch.context() as patched:
         patched.setattr(TableGroup, "pooled", more_calls)
-        status, said = invoke("--only", SMALL, "--check", "--baseline", baseline, "--json", str(file))
+        status, output = invoke("--only", SMALL, "--check", "--baseline", baseline, "--json", str(file))
     name = "python calls, torch alone"
     assert status == 1
-    assert f"{SMALL}: {name} rose by 2" in said
-    (found,) = count_baseline.read(file).values()
-    rose = rises(before, found[SMALL])
+    assert f"{SMALL}: {name} rose by 2" in output
+    (step_counts,) = count_baseline.read(file).values()
+    rose = rises(before, step_counts[SMALL])
     # the function that stands in for the method, and the one that it calls
     assert f"{name} rose by 2, from {before[name].total}" in str(rose[name])
     assert "tests 0 -> 2" in str(rose[name])
-    monkeypatch.setattr(count_steps, "counts_of", lambda step: found[SMALL])
-    status, said = invoke("--only", SMALL, "--baseline", baseline)
+    monkeypatch.setattr(count_steps, "counts_of", lambda step: step_counts[SMALL])
+    status, output = invoke("--only", SMALL, "--baseline", baseline)
     assert status == 0, "only --check fails"
-    assert f"{SMALL}: {name} rose by 2" in said
+    assert f"{SMALL}: {name} rose by 2" in output
 
 
 def test_a_fall_is_no_failure_and_says_how_to_keep_it(baseline: str, counted: Counts) -> None:
     name = "python calls, torch alone"
     counted[name] = Count(counted[name].total - 5)
-    status, said = invoke("--only", SMALL, "--check", "--baseline", baseline)
+    status, output = invoke("--only", SMALL, "--check", "--baseline", baseline)
     assert status == 0
-    assert "--update" in said
+    assert "--update" in output
     assert invoke("--only", SMALL, "--update", "--baseline", baseline)[0] == 0
     assert "fell" not in invoke("--only", SMALL, "--check", "--baseline", baseline)[1]
 
@@ -228,9 +228,9 @@ def test_other_versions_are_not_compared(baseline: str, counted: Counts, monkeyp
     kept = count_baseline.versions()
     monkeypatch.setattr(count_baseline, "versions", lambda: "python 3.99, torch 2.99")
     counted["allocations, torch alone"] = Count(10**6)
-    status, said = invoke("--only", SMALL, "--check", "--baseline", baseline)
+    status, output = invoke("--only", SMALL, "--check", "--baseline", baseline)
     assert status == 1 and invoke("--only", SMALL, "--baseline", baseline)[0] == 0
-    assert f"no counts of python 3.99, torch 2.99, only of {kept}" in said
+    assert f"no counts of python 3.99, torch 2.99, only of {kept}" in output
     assert invoke("--only", SMALL, "--update", "--baseline", baseline)[0] == 0
     assert sorted(count_baseline.read(Path(baseline))) == sorted([kept, "python 3.99, torch 2.99"])
 
@@ -241,10 +241,10 @@ def test_without_numba_its_counts_are_left_out_and_said(baseline: str, monkeypat
         patched.setattr(
             count_steps.importlib.util, "find_spec", lambda name, *a: None if name == "numba" else find(name, *a)
         )
-        found, missing = counts(), count_steps.missing()
+        names, missing = counts(), count_steps.missing()
     # else the tests that follow in this process would go on without it
     count_steps._forget()
-    assert not any(name.endswith("numba") for name in found)
+    assert not any(name.endswith("numba") for name in names)
     assert any("numba is not installed" in why for why in missing)
     assert numba_loops.loops("lookup_loops") is not None or find("numba") is None
 
@@ -266,33 +266,33 @@ def test_a_bad_baseline_is_refused_before_anything_is_counted(what: str, tmp_pat
     file = tmp_path / "counts.json"
     if text is not None:
         file.write_bytes(text.encode() if isinstance(text, str) else text)
-    status, said = invoke("--check", "--baseline", str(file))
+    status, output = invoke("--check", "--baseline", str(file))
     assert status == 2, "1 is of a count that rose"
-    assert message in said.replace("\n", " ")
+    assert message in output.replace("\n", " ")
 
 
 def test_an_unknown_step_and_a_bad_expression_are_named() -> None:
-    status, said = invoke("--only", "no such step")
+    status, output = invoke("--only", "no such step")
     assert status == 2
-    assert "no step has 'no such step' in its name; there are: EBC forward" in said
-    status, said = invoke("--only", "(")
+    assert "no step has 'no such step' in its name; there are: EBC forward" in output
+    status, output = invoke("--only", "(")
     assert status == 2
-    assert "--only is no regular expression" in said
+    assert "--only is no regular expression" in output
 
 
 def test_files_hold_what_was_counted(tmp_path: Path) -> None:
-    found = {"a step": {"kernels": Count.of({"b": 2, "a": 1}), "bytes sent": Count(7)}, "other": {}}
+    step_counts = {"a step": {"kernels": Count.of({"b": 2, "a": 1}), "bytes sent": Count(7)}, "other": {}}
     file = tmp_path / "counts.json"
-    count_baseline.write(file, {"v1": found, "v2": {}})
-    assert count_baseline.read(file) == {"v1": found, "v2": {}}
+    count_baseline.write(file, {"v1": step_counts, "v2": {}})
+    assert count_baseline.read(file) == {"v1": step_counts, "v2": {}}
     assert list(json.loads(file.read_text())["counts"]["v1"]["a step"]["kernels"]["parts"]) == ["a", "b"]
 
 
 def test_batches_of_turns_have_the_same_lengths_and_other_ids() -> None:
-    one, other = (counted_steps.batch_of(turn, torch.device("cpu")) for turn in (0, 1))
-    assert isinstance(one, KeyedJaggedTensor)
-    assert torch.equal(one.lengths(), other.lengths())
-    assert not torch.equal(one.values(), other.values())
+    first, other = (counted_steps.batch_of(turn, torch.device("cpu")) for turn in (0, 1))
+    assert isinstance(first, KeyedJaggedTensor)
+    assert torch.equal(first.lengths(), other.lengths())
+    assert not torch.equal(first.values(), other.values())
 
 
 def test_the_repository_has_counts_of_the_torch_that_the_tests_are_run_with() -> None:

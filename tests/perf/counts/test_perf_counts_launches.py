@@ -28,17 +28,17 @@ def _poison() -> Iterator[None]:
 
 def test_operations_count_as_many_kernels_as_torch_launches_for_them() -> None:
     x, mask = torch.randn(8, 4), torch.tensor([True, False] * 4)
-    with use_fake_cuda(found := Counted()):
+    with use_fake_cuda(counts := Counted()):
         on = x.to(CUDA)
         on_mask = mask.to(CUDA)
-        assert found.copies == {"to device": 2}
-        found.clear()
+        assert counts.copies == {"to device": 2}
+        counts.clear()
         assert on.is_cuda
         assert on.device == CUDA
         torch.testing.assert_close((on + 1).cpu(), x + 1)
-        assert found.kernels == {"torch add": 1}
-        assert found.copies == {"to host": 1}
-        assert [*found.syncs] == ["copy to host in the caller"]
+        assert counts.kernels == {"torch add": 1}
+        assert counts.copies == {"to host": 1}
+        assert [*counts.syncs] == ["copy to host in the caller"]
         for run, kernels in (
             (lambda: on.view(4, 8)[1:].t(), {}),
             (lambda: torch.empty(3, device=CUDA), {}),
@@ -51,14 +51,14 @@ def test_operations_count_as_many_kernels_as_torch_launches_for_them() -> None:
             (lambda: on.half(), {"torch _to_copy": 1}),
             (lambda: on[:0] + 1, {}),
         ):
-            found.clear()
+            counts.clear()
             run()
-            assert found.kernels == Counter(kernels)
-            assert not found.syncs
+            assert counts.kernels == Counter(kernels)
+            assert not counts.syncs
         for run in (lambda: on[on_mask], lambda: bool(on_mask.any()), lambda: on.tolist(), lambda: on_mask.nonzero()):
-            found.clear()
+            counts.clear()
             run()
-            assert found.syncs.total() == 1
+            assert counts.syncs.total() == 1
 
 
 def test_launches_are_counted_by_name() -> None:
@@ -69,7 +69,7 @@ def test_a_step_counts_the_same_whatever_its_ids_and_changes_the_tables() -> Non
     from shardwise import apply_optimizer_in_backward
 
     steps = []
-    with use_fake_cuda(found := Counted()):
+    with use_fake_cuda(counts := Counted()):
         tables = [EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=8, feature_names=["f"])]
         model = EmbeddingBagCollection(tables=tables, device=CUDA)
         apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
@@ -77,9 +77,9 @@ def test_a_step_counts_the_same_whatever_its_ids_and_changes_the_tables() -> Non
         for seed in range(3):
             ids = torch.randint(0, 50, (40,), generator=torch.Generator().manual_seed(seed)).to(CUDA)
             batch = KeyedJaggedTensor(keys=["f"], values=ids, lengths=torch.full((20,), 2).to(CUDA))
-            found.clear()
+            counts.clear()
             model(batch).values().sum().backward()
-            steps.append((Counter(found.kernels), Counter(found.syncs)))
+            steps.append((Counter(counts.kernels), Counter(counts.syncs)))
         changed = bool((before != next(model.parameters())).any())
     assert changed
     assert steps[1] == steps[2]
@@ -98,7 +98,7 @@ def test_a_step_of_26_tables_at_batch_64_launches_few_kernels(rule: str, length:
     from shardwise import RowWiseAdagrad, apply_optimizer_in_backward
 
     names = [f"f{t}" for t in range(26)]
-    with use_fake_cuda(found := Counted()):
+    with use_fake_cuda(counts := Counted()):
         tables = [EmbeddingBagConfig(100, 128, f"t{name}", feature_names=[name]) for name in names]
         model = EmbeddingBagCollection(tables=tables, device=CUDA)
         chosen = torch.optim.SGD if rule == "SGD" else RowWiseAdagrad
@@ -106,14 +106,14 @@ def test_a_step_of_26_tables_at_batch_64_launches_few_kernels(rule: str, length:
         ids = torch.zeros(26 * 64 * length, dtype=torch.int64).to(CUDA)
         offsets = torch.arange(0, len(ids) + 1, length).to(CUDA)
         model(KeyedJaggedTensor(keys=names, values=ids, offsets=offsets))
-        found.clear()
+        counts.clear()
         out = model(KeyedJaggedTensor(keys=names, values=ids, offsets=offsets)).values()
-        assert found.kernels == {"check_ids": 1, "pooled_lookup": 1}
-        assert found.copies == {"to host": 1}
+        assert counts.kernels == {"check_ids": 1, "pooled_lookup": 1}
+        assert counts.copies == {"to host": 1}
         grad = torch.ones_like(out)
-        found.clear()
+        counts.clear()
         out.backward(grad)
-    assert found.kernels.total() == backward
-    assert found.kernels["torch sort"] == (4 if length == 1 else 7)
-    assert backward - found.kernels["torch sort"] <= 10
-    assert not found.syncs and not found.copies
+    assert counts.kernels.total() == backward
+    assert counts.kernels["torch sort"] == (4 if length == 1 else 7)
+    assert backward - counts.kernels["torch sort"] <= 10
+    assert not counts.syncs and not counts.copies

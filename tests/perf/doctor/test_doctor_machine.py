@@ -45,8 +45,8 @@ def test_of_torch_what_it_was_built_for_and_whether_that_fits(
     torch_: Any, driver: str, mark: str, words: str, mend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "nvidia_driver", lambda: driver)
-    found = versions._of_torch(torch_)
-    assert found.mark == mark and words in found.text and mend in found.mend
+    finding = versions._of_torch(torch_)
+    assert finding.mark == mark and words in finding.text and mend in finding.mend
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_of_triton_whether_torch_and_the_kernels_get_on_with_it(
     monkeypatch.setattr(versions, "find_spec", lambda name: installed and object())
     monkeypatch.setattr(versions, "_version_of", lambda *names: installed)
     monkeypatch.setattr(versions, "asked_by_torch", lambda: asked)
-    found = versions._triton(a_torch("2.13.0", available=gpu))
-    assert found.mark == mark and words in found.text and found.mend.startswith(mend)
+    finding = versions._triton(a_torch("2.13.0", available=gpu))
+    assert finding.mark == mark and words in finding.text and finding.mend.startswith(mend)
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_of_numba_that_is_missing_or_does_not_work(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(versions, "find_spec", lambda name: object())
     monkeypatch.setattr(versions, "import_module", broken)
-    found = versions._numba()
-    assert found.mark == NOTE and "does not work: ImportError: Numba needs NumPy 2.3 or less" in found.text
+    finding = versions._numba()
+    assert finding.mark == NOTE and "does not work: ImportError: Numba needs NumPy 2.3 or less" in finding.text
 
 
 def test_an_old_python_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions.sys, "version_info", (3, 15, 0))
-    found = versions._python()
-    assert found.mark == NOTE and "tested on 3.10 to 3.14" in found.text
+    finding = versions._python()
+    assert finding.mark == NOTE and "tested on 3.10 to 3.14" in finding.text
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_an_old_python_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_of_an_architecture_whether_kernels_compile_for_it(architecture: str, mark: str, words: str) -> None:
-    found = devices.kernels_for("GPU 0", architecture)
-    assert found.mark == mark and words in found.text
+    finding = devices.kernels_for("GPU 0", architecture)
+    assert finding.mark == mark and words in finding.text
 
 
 class _Gpu:
@@ -150,11 +150,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_of_a_gpu_its_memory_its_kernels_and_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.present() == ["cpu", "cuda:0"]
     monkeypatch.setattr(_op, "HAS_TRITON", True)
-    found = {one.what: one for one in devices.devices(["cpu", "cuda:0"])}
-    assert found["GPU 0"].text == ("NVIDIA H200, sm_90; 139 GiB of memory, 100 free; 132 multiprocessors; driver 580.1")
-    assert found["kernels, GPU 0"].mark == OK and found["path, GPU 0"].text == "Triton's kernels"
+    findings = {finding.what: finding for finding in devices.devices(["cpu", "cuda:0"])}
+    assert findings["GPU 0"].text == (
+        "NVIDIA H200, sm_90; 139 GiB of memory, 100 free; 132 multiprocessors; driver 580.1"
+    )
+    assert findings["kernels, GPU 0"].mark == OK and findings["path, GPU 0"].text == "Triton's kernels"
     monkeypatch.setattr(_op, "HAS_TRITON", False)
-    without = {one.what: one for one in devices.devices(["cuda:0"])}["path, GPU 0"]
+    without = {finding.what: finding for finding in devices.devices(["cuda:0"])}["path, GPU 0"]
     assert without.mark == NOTE and without.text.startswith("torch alone, since triton is not installed")
 
 
@@ -171,14 +173,14 @@ def test_the_path_of_cpu_tensors_has_a_reason(
     monkeypatch.setattr(_op, "INTERPRETED", False)
     for name, value in change.items():
         monkeypatch.setattr(_op, name, value)
-    found = devices._path_on_cpu()
-    assert found.mark == NOTE and words in found.text and found.mend
+    finding = devices._path_on_cpu()
+    assert finding.mark == NOTE and words in finding.text and finding.mend
 
 
 def test_a_container_with_fewer_cores_than_threads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "core_quota", lambda: 0.5)
-    found = devices._cpu()
-    assert found.mark == NOTE and "may use 0.5 cores" in found.text and found.mend == "export OMP_NUM_THREADS=1"
+    finding = devices._cpu()
+    assert finding.mark == NOTE and "may use 0.5 cores" in finding.text and finding.mend == "export OMP_NUM_THREADS=1"
 
 
 @pytest.fixture
@@ -196,7 +198,7 @@ def tuned_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _tuned(*names: str) -> dict[str, Finding]:
-    return {one.what: one for one in tuned.tuned(names)}
+    return {finding.what: finding for finding in tuned.tuned(names)}
 
 
 @pytest.mark.usefixtures("gpu")
@@ -204,11 +206,11 @@ def _tuned(*names: str) -> dict[str, Finding]:
 def test_of_tuning_what_there_is_and_the_command_for_the_rest(tuned_file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_op, "HAS_TRITON", True)
     monkeypatch.setattr(configs, "triton_version", lambda: "3.7.1")
-    found = _tuned("cpu", "cuda:0")
-    assert found["CPU path"].mark == found["GPU 0"].mark == NOTE
-    assert found["CPU path"].mend.startswith("shardwise kernels autotune --device cpu")
-    assert found["GPU 0"].mend.startswith("shardwise kernels autotune") and "--device" not in found["GPU 0"].mend
-    assert found["planner"].mend == "shardwise plan calibrate --device cuda --out constants.json"
+    findings = _tuned("cpu", "cuda:0")
+    assert findings["CPU path"].mark == findings["GPU 0"].mark == NOTE
+    assert findings["CPU path"].mend.startswith("shardwise kernels autotune --device cpu")
+    assert findings["GPU 0"].mend.startswith("shardwise kernels autotune") and "--device" not in findings["GPU 0"].mend
+    assert findings["planner"].mend == "shardwise plan calibrate --device cuda --out constants.json"
 
     entry = {"kernel": "gather", "dtype": "fp32", "dim": 64, "length": 1, "triton": "3.7.1", "config": {}}
     tuned_file({"device": "NVIDIA H200", "architecture": "sm_90", "entries": [entry]})
@@ -241,9 +243,9 @@ def test_where_nothing_can_be_written_beside_the_kernels_the_command_says_where_
 
 
 def test_a_bandwidth_is_bytes_over_the_median_time() -> None:
-    found = bandwidth._finding("a copy", 4_000_000, [400.0, 1000.0, 800.0, 900.0, 1000.0], "words")
-    assert found.data["gb_per_s"] == 4.444 and found.data["p90"] == 10.0 and found.data["p10"] == 4.0
-    assert found.mark == NOTE and "something else runs here" in found.text
+    finding = bandwidth._finding("a copy", 4_000_000, [400.0, 1000.0, 800.0, 900.0, 1000.0], "words")
+    assert finding.data["gb_per_s"] == 4.444 and finding.data["p90"] == 10.0 and finding.data["p10"] == 4.0
+    assert finding.mark == NOTE and "something else runs here" in finding.text
     assert bandwidth._finding("a copy", 1000, [1.0] * 5, "words").text == "1 GB/s (1 to 1); words"
 
 
@@ -252,7 +254,7 @@ def test_memory_is_measured_within_its_time_or_left_out(monkeypatch: pytest.Monk
         monkeypatch.setattr(bandwidth, name, 1 << 20)
     monkeypatch.setattr(bandwidth, "SECONDS", 0.01)
     copy, gather = bandwidth.bandwidths(["cpu"])
-    assert [one.what for one in (copy, gather)] == ["CPU, copy", "CPU, gather"]
+    assert [finding.what for finding in (copy, gather)] == ["CPU, copy", "CPU, gather"]
     assert copy.data["gb_per_s"] > 0 and 5 <= copy.data["calls"] <= bandwidth.REPEATS
     monkeypatch.setattr(bandwidth.machine, "memory_bytes", lambda device: 1 << 20)
     (small,) = bandwidth.bandwidths(["cpu"])
@@ -261,21 +263,21 @@ def test_memory_is_measured_within_its_time_or_left_out(monkeypatch: pytest.Monk
 
 @pytest.mark.full
 def test_two_processes_that_meet_are_measured() -> None:
-    (found,) = links.links(["cpu"])
-    assert found.mark == OK and found.data["latency_us"] > 0 and found.data["gb_per_s"] > 0
+    (finding,) = links.links(["cpu"])
+    assert finding.mark == OK and finding.data["latency_us"] > 0 and finding.data["gb_per_s"] > 0
 
 
 @pytest.mark.full
 def test_two_processes_that_cannot_meet_are_a_problem_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
-    (found,) = links.links(["cpu"])
-    assert found.mark == PROBLEM and "no_such_interface" in found.text and "GLOO_SOCKET_IFNAME=lo" in found.mend
+    (finding,) = links.links(["cpu"])
+    assert finding.mark == PROBLEM and "no_such_interface" in finding.text and "GLOO_SOCKET_IFNAME=lo" in finding.mend
 
 
 def test_two_processes_that_do_not_come_are_given_up_and_ended() -> None:
     before = {*multiprocessing.active_children()}
-    (found,) = links.links(["cpu"], timeout_s=0.01)
-    assert found.mark == PROBLEM and "did not exchange anything within 0.01 s" in found.text
+    (finding,) = links.links(["cpu"], timeout_s=0.01)
+    assert finding.mark == PROBLEM and "did not exchange anything within 0.01 s" in finding.text
     # other tests of this process keep ranks
     assert {*multiprocessing.active_children()} <= before
 
@@ -287,23 +289,23 @@ def _of_results(*results: Result) -> Sequence[Finding]:
 def test_what_was_not_tested_is_never_ok() -> None:
     path = OpPath("cuda:0", "triton")
     left = Result("offsets", path, passed=1, untested=["b: 20 s were over"])
-    (found,) = _of_results(Result("offsets", path, untested=["b: 20 s were over"]))
-    assert found.mark == UNTESTED and found.what == "GPU 0, Triton"
-    assert found.text == "1 checks did not fit 20 s: offsets" and "--seconds" in found.mend
+    (finding,) = _of_results(Result("offsets", path, untested=["b: 20 s were over"]))
+    assert finding.mark == UNTESTED and finding.what == "GPU 0, Triton"
+    assert finding.text == "1 checks did not fit 20 s: offsets" and "--seconds" in finding.mend
     good, rest = _of_results(left, Result("padded", path, passed=2))
-    assert (good.mark, rest.mark, rest.text) == (OK, UNTESTED, found.text)
+    assert (good.mark, rest.mark, rest.text) == (OK, UNTESTED, finding.text)
     assert good.text == "3 of 4 checks passed, of all families"
     assert good.data["families"][0]["untested"] == ["b: 20 s were over"]
 
 
 def test_many_failures_are_counted_and_not_all_printed() -> None:
     path = OpPath("cpu", "numba")
-    (found,) = _of_results(Result("offsets", path, failed=[f"check {n}: differs" for n in range(20)]))
-    lines = found.text.splitlines()
-    assert found.mark == PROBLEM and len(lines) == tested.MOST + 2
+    (finding,) = _of_results(Result("offsets", path, failed=[f"check {n}: differs" for n in range(20)]))
+    lines = finding.text.splitlines()
+    assert finding.mark == PROBLEM and len(lines) == tested.MOST + 2
     assert lines[0] == "20 of 20 checks failed: results here cannot be trusted" and lines[-1] == "and 8 more"
-    assert lines[1] == "offsets, check 0: differs" and len(found.data["failures"]) == 20
-    assert found.mend.startswith("SHARDWISE_NUMBA=0 does without numba")
+    assert lines[1] == "offsets, check 0: differs" and len(finding.data["failures"]) == 20
+    assert finding.mend.startswith("SHARDWISE_NUMBA=0 does without numba")
 
 
 def test_without_a_gpu_it_says_that_no_kernel_has_run_on_one() -> None:
@@ -311,7 +313,7 @@ def test_without_a_gpu_it_says_that_no_kernel_has_run_on_one() -> None:
     if not PROVEN.gpus and not torch.cuda.is_available():
         assert (first.mark, first.text) == (NOTE, "no kernel of shardwise has run on a GPU yet")
         assert "what follows is proven without one" in first.mend
-    assert {one.what for one in rest} >= {"compiled", "executed", "interpreted"}
+    assert {finding.what for finding in rest} >= {"compiled", "executed", "interpreted"}
 
 
 def test_numba_is_asked_once_whether_it_works() -> None:
@@ -321,8 +323,8 @@ def test_numba_is_asked_once_whether_it_works() -> None:
 
 @pytest.mark.parametrize("name", versions.VISIBLE)
 def test_a_variable_that_hides_gpus_is_what_to_unset(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for one in versions.VISIBLE:
-        monkeypatch.delenv(one, raising=False)
+    for variable in versions.VISIBLE:
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(name, "7,abc")
     assert versions._to_find_one() == f"unset {name}, which is '7,abc'"
 
@@ -334,7 +336,7 @@ def test_every_finding_that_is_not_ok_says_how_to_mend_it() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding":
                 mark = ast.unparse(node.args[0])
-                mended = len(node.args) > 3 or any(one.arg == "mend" for one in node.keywords)
+                mended = len(node.args) > 3 or any(argument.arg == "mend" for argument in node.keywords)
                 if mark != "OK" and not mended:
                     silent.append(f"{path.name}:{node.lineno}")
     assert silent == []

@@ -35,8 +35,8 @@ def test_kernels_by_version_of_triton_are_those_that_passed() -> None:
 def test_cases_are_those_that_were_executed_without_a_fault() -> None:
     executed = _read("results/executed.json")
     assert executed["wrong"] == []
-    found = executed["cases"], executed["target"], executed["versions"]["triton"]
-    assert (PROVEN.executed, PROVEN.target, PROVEN.executed_by) == found, CORRECT
+    measured = executed["cases"], executed["target"], executed["versions"]["triton"]
+    assert (PROVEN.executed, PROVEN.target, PROVEN.executed_by) == measured, CORRECT
 
 
 def test_pairs_are_those_whose_tests_all_passed() -> None:

@@ -45,10 +45,10 @@ def test_where_no_trap_is_open_one_line_says_so(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_variables(name: str, value: str, mark: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (name, words) not in [(one.what, one.text) for one in traps.traps(2)]
+    assert (name, words) not in [(trap.what, trap.text) for trap in traps.traps(2)]
     monkeypatch.setenv(name, value)
-    (found,) = [one for one in traps.traps(2) if one.what == name]
-    assert found.mark == mark and words in found.text and found.mend
+    (finding,) = [trap for trap in traps.traps(2) if trap.what == name]
+    assert finding.mark == mark and words in finding.text and finding.mend
 
 
 @pytest.mark.parametrize("good", ["1", "2", "2,1", " 1"])
@@ -58,8 +58,8 @@ def test_numbers_of_threads_are_no_trap(good: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_threads_of_ranks_are_told_where_nobody_set_them() -> None:
-    found = traps._threads(8)
-    assert found is not None and "takes all 8 cores" in found.text and found.mend.endswith("OMP_NUM_THREADS=8/R")
+    finding = traps._threads(8)
+    assert finding is not None and "takes all 8 cores" in finding.text and finding.mend.endswith("OMP_NUM_THREADS=8/R")
     assert traps._threads(1) is None
 
 
@@ -74,8 +74,8 @@ def test_two_copies_are_found_and_the_same_one_twice_is_not(tmp_path: Path, monk
     other.mkdir(parents=True)
     (other / "__init__.py").touch()
     monkeypatch.setattr(traps.sys, "path", [root, str(other.parent)])
-    found = traps._copies()
-    assert found is not None and found.mark == NOTE and str(other) in found.text
+    finding = traps._copies()
+    assert finding is not None and finding.mark == NOTE and str(other) in finding.text
 
 
 def test_parts_that_are_missing_or_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,11 +99,11 @@ def test_caches_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     assert traps._numba_cache() is None
     monkeypatch.setattr(traps, "_writable", lambda place: False)
-    found = traps._numba_cache()
-    assert found is not None and f"NUMBA_CACHE_DIR={tmp_path} cannot be written" in found.text
+    finding = traps._numba_cache()
+    assert finding is not None and f"NUMBA_CACHE_DIR={tmp_path} cannot be written" in finding.text
     monkeypatch.delenv("NUMBA_CACHE_DIR")
-    found = traps._numba_cache()
-    assert found is not None and "__pycache__ nor" in found.text and "NUMBA_CACHE_DIR" in found.mend
+    finding = traps._numba_cache()
+    assert finding is not None and "__pycache__ nor" in finding.text and "NUMBA_CACHE_DIR" in finding.mend
     monkeypatch.setenv("SHARDWISE_NUMBA", "0")
     assert traps._numba_cache() is None
 
@@ -114,8 +114,8 @@ def test_tritons_cache_matters_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(traps.os.path, "exists", lambda path: False)
     assert traps._triton_cache() is None
     monkeypatch.setattr(traps.os.path, "exists", lambda path: path == "/dev/nvidiactl")
-    found = traps._triton_cache()
-    assert found is not None and found.mark == PROBLEM and "no kernel can be compiled" in found.text
+    finding = traps._triton_cache()
+    assert finding is not None and finding.mark == PROBLEM and "no kernel can be compiled" in finding.text
 
 
 @pytest.mark.parametrize(("size", "free", "is_open"), [(64, 64, True), (8192, 8000, False), (8192, 10, True)])
@@ -124,10 +124,10 @@ def test_shared_memory_that_is_small_or_full(
 ) -> None:
     seen = SimpleNamespace(f_blocks=size << 8, f_bavail=free << 8, f_frsize=1 << 12)
     monkeypatch.setattr(traps.os, "statvfs", lambda path: seen, raising=False)
-    found = traps._shared_memory()
-    assert (found is not None) == is_open
-    if found is not None:
-        assert f"/dev/shm has {size} MiB, {free} free" in found.text
+    finding = traps._shared_memory()
+    assert (finding is not None) == is_open
+    if finding is not None:
+        assert f"/dev/shm has {size} MiB, {free} free" in finding.text
 
 
 @pytest.mark.parametrize(("soft", "hard", "mend"), [(256, 1 << 20, "ulimit -n 65536"), (256, 512, "ulimit -n 512")])
@@ -136,8 +136,8 @@ def test_few_open_files(soft: int, hard: int, mend: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
     assert traps._open_files() is None
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
-    found = traps._open_files()
-    assert found is not None and f"may open {soft} files" in found.text and found.mend == mend
+    finding = traps._open_files()
+    assert finding is not None and f"may open {soft} files" in finding.text and finding.mend == mend
 
 
 @pytest.mark.parametrize(("text", "is_open"), [("always madvise [never]", True), ("always [madvise] never", False)])

@@ -84,7 +84,7 @@ def one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "said", "good"),
+    ("own", "peer", "outcome", "good"),
     [
         (double, slow, "equal", True),
         (slow, double, "SLOWER at 1 x 64", False),
@@ -100,21 +100,21 @@ def one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_plants_are_found(
-    mine: Callable[..., Any] | None, theirs: Callable[..., Any], said: str, good: bool, one_operation: None,
+    own: Callable[..., Any] | None, peer: Callable[..., Any], outcome: str, good: bool, one_operation: None,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(operations, "ours", lambda: library("ours", mine))
-    monkeypatch.setattr(operations, "torchrec", lambda: library("theirs", theirs))
-    text, found = report(["types"], compiled=True, budget=BRIEFLY)
+    monkeypatch.setattr(operations, "ours", lambda: library("ours", own))
+    monkeypatch.setattr(operations, "torchrec", lambda: library("theirs", peer))
+    text, all_good = report(["types"], compiled=True, budget=BRIEFLY)
     lines = [line for line in text.splitlines() if line.startswith("| doubled |")]
     assert len(lines) == len(capsys.readouterr().err.splitlines()) == 1
     # whatever the plant's time was
-    assert re.sub(r" \(\d+\.\d+\) at", " at", lines[0]).endswith(f"| {said} |")
-    assert found is good
+    assert re.sub(r" \(\d+\.\d+\) at", " at", lines[0]).endswith(f"| {outcome} |")
+    assert all_good is good
 
 
 @pytest.mark.parametrize(
-    ("rows", "bounds", "said"),
+    ("rows", "bounds", "outcome"),
     [
         ([row(1.2)], TYPES, "equal"),
         ([row(1.4)], TYPES, "SLOWER (1.40) at 1 x 64"),
@@ -128,9 +128,9 @@ def test_plants_are_found(
         ([Row("doubled", SIZE, "missing: it")], TYPES, "MISSING it"),
     ],
 )
-def test_verdicts(rows: list[Row], bounds: Bounds, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts(rows: list[Row], bounds: Bounds, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "DIFFERENT", {"doub.*": "known"})
-    assert verdict(rows, bounds) == said
+    assert verdict(rows, bounds) == outcome
 
 
 def test_a_reason_holds_for_whole_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +223,8 @@ def test_unknown_evidence_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_stage_of_a_step_is_a_function_that_there_is() -> None:
     """The stages of the comparison of sharded steps named a method that had gone, and its table could not be made."""
-    with compare_sharding.stage_times() as found:
-        assert found == {}
+    with compare_sharding.stage_times() as times:
+        assert times == {}
 
 
 def test_ours_can_do_without_numba() -> None:
@@ -259,6 +259,6 @@ def test_our_side_of_every_case_runs_and_is_the_same_twice(size: Size) -> None:
 
 def test_contents_of_our_types_are_read_out() -> None:
     kjt = inputs.kjt(ours(), Size(2, 3), weighted=True)
-    found = contents([kjt, kjt["f1"]])
-    assert found[0]["keys"] == ["f0", "f1"] and found[0]["stride"] == 3 and len(found[0]["lengths"]) == 6
-    assert torch.equal(found[1]["values"], kjt["f1"].values()) and len(found[1]["offsets"]) == 4
+    leaves = contents([kjt, kjt["f1"]])
+    assert leaves[0]["keys"] == ["f0", "f1"] and leaves[0]["stride"] == 3 and len(leaves[0]["lengths"]) == 6
+    assert torch.equal(leaves[1]["values"], kjt["f1"].values()) and len(leaves[1]["offsets"]) == 4

@@ -39,14 +39,14 @@ def stored(spoil: float = 0.0) -> Stored:
 
 @pytest.mark.parametrize("kind", [kind for kind in ROWS if kind != "an infinity"])
 def test_every_kind_of_rows_is_compared(kind: str) -> None:
-    found = compare_rows(kind, stored(), 3)
-    assert found.rows > 0 and found.different == found.refused == 0 and found.apart <= 0
-    assert found.ours == found.theirs
+    comparison = compare_rows(kind, stored(), 3)
+    assert comparison.rows > 0 and comparison.different == comparison.refused == 0 and comparison.apart <= 0
+    assert comparison.ours == comparison.theirs
 
 
 def test_plants_are_found() -> None:
-    found = compare_rows("normal", stored(spoil=0.5), 3)
-    assert found.different == 3 and found.apart > 0.1
+    comparison = compare_rows("normal", stored(spoil=0.5), 3)
+    assert comparison.different == 3 and comparison.apart > 0.1
 
 
 def test_a_table_that_we_refuse_for_no_reason_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,10 +59,10 @@ def test_a_table_that_we_refuse_for_no_reason_raises(monkeypatch: pytest.MonkeyP
 
 
 def test_halves_may_be_a_last_place_apart() -> None:
-    one = torch.tensor([1.0, 100.0, -3.0], dtype=torch.bfloat16)
+    halves = torch.tensor([1.0, 100.0, -3.0], dtype=torch.bfloat16)
     for factor, beyond in ((1, False), (3, True)):
-        other = (one.view(torch.int16) + factor).view(torch.bfloat16)
-        assert bool((beyond_rounding(one, other) > 0).all()) is beyond
+        other = (halves.view(torch.int16) + factor).view(torch.bfloat16)
+        assert bool((beyond_rounding(halves, other) > 0).all()) is beyond
     assert beyond_rounding(torch.tensor([1.0]), torch.tensor([1.5])).item() == 0.5
     assert same_bits(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 2.0])).tolist() == [
         True,
@@ -82,6 +82,6 @@ def test_our_side_of_the_lookups_is_what_its_rows_say(format: str) -> None:
         first = values[0][case.ids[bags[0] : bags[1]]]
         wanted = {"sum": first.sum(0), "mean": first.mean(0), "sequence": first}[mode]
         out = case.ours(torch.float32)
-        mine = out[: len(first)] if mode == "sequence" else out[0, : first.shape[1]]
-        assert torch.allclose(mine, wanted, atol=1e-5)
+        own = out[: len(first)] if mode == "sequence" else out[0, : first.shape[1]]
+        assert torch.allclose(own, wanted, atol=1e-5)
         assert [case.ours(dtype).dtype for dtype in DTYPES.values()] == list(DTYPES.values())

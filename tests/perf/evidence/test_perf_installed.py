@@ -39,5 +39,5 @@ def test_the_quick_start_ran_from_a_wheel_on_each_python_that_was_tried() -> Non
 
 def test_the_quick_start_is_to_print_what_the_readme_says() -> None:
     """The README got another quick start, and every interpreter would have failed by what the old one printed."""
-    (expected,) = (said for what, _, said in installed.STEPS if what.startswith("quick start"))
+    (expected,) = (text for what, _, text in installed.STEPS if what.startswith("quick start"))
     assert expected in (installed.ROOT / "README.md").read_text(encoding="utf-8")

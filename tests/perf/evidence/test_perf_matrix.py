@@ -36,15 +36,15 @@ def test_a_pair_replaces_its_result_and_no_other(tmp_path: Path) -> None:
     for torch, triton, passed in (("2.15.0", "3.9.0", 1), ("2.9.0", "3.6.0", 2), ("2.15.0", "3.9.0", 3)):
         matrix.write({"torch": torch, "triton": triton, "passed": passed}, path)
     pairs = json.loads(path.read_text())["pairs"]
-    assert [(one["torch"], one["passed"]) for one in pairs] == [("2.9.0", 2), ("2.15.0", 3)]
+    assert [(pair["torch"], pair["passed"]) for pair in pairs] == [("2.9.0", 2), ("2.15.0", 3)]
 
 
 def test_a_phase_that_runs_alone_keeps_the_others_of_the_same_versions(tmp_path: Path) -> None:
     path, asked = tmp_path / "matrix.json", {"torch": "2.15.0", "triton": "3.9.0"}
 
     def phases() -> dict[str, int]:
-        found: dict[str, int] = json.loads(path.read_text())["pairs"][0]["phases"]
-        return found
+        passed: dict[str, int] = json.loads(path.read_text())["pairs"][0]["phases"]
+        return passed
 
     matrix.write({**asked, "versions": {"numpy": "2.4"}, "phases": {"torch path": 1, "compiled": 2}}, path)
     matrix.write({**asked, "versions": {"numpy": "2.4"}, "phases": {"compiled": 3}}, path)
@@ -55,9 +55,9 @@ def test_a_phase_that_runs_alone_keeps_the_others_of_the_same_versions(tmp_path:
 
 def test_a_conflict_is_named_and_not_the_page_about_conflicts() -> None:
     """matrix.json said of torch 9.9.9 "ResolutionImpossible: for help visit ..." and no more."""
-    said = "ERROR: Cannot install torch==9.9.9 because these package versions have conflicting dependencies."
+    conflict = "ERROR: Cannot install torch==9.9.9 because these package versions have conflicting dependencies."
     page = "ERROR: ResolutionImpossible: for help visit https://pip.pypa.io/en/latest/topics/dependency-resolution/"
-    assert matrix.reason(f"WARNING: slow\n{said}\n{page}\n\n") == said
+    assert matrix.reason(f"WARNING: slow\n{conflict}\n{page}\n\n") == conflict
     assert matrix.reason("WARNING: slow\n") == ""
 
 
@@ -69,5 +69,5 @@ def test_a_pair_that_cannot_be_installed_is_said(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(matrix, "_commit", lambda: "abc")
     monkeypatch.setattr(matrix.subprocess, "run", refuse)
-    found = matrix.run_pair("9.0.0", "3.9.0", tmp_path, (), ())
-    assert found["not_installed"] == "ERROR: No matching distribution for torch==9.0" and "phases" not in found
+    pair = matrix.run_pair("9.0.0", "3.9.0", tmp_path, (), ())
+    assert pair["not_installed"] == "ERROR: No matching distribution for torch==9.0" and "phases" not in pair

@@ -34,9 +34,9 @@ def tree(tmp_path: Path) -> Path:
     [CODE, CODE.replace("scaled(x, 1)", "scaled(\n        x,\n        1,\n    )"), f"class A:\n    pass\n\n{CODE}"],
 )
 def test_a_text_is_found_after_a_formatter_and_in_another_file(text: str) -> None:
-    found = mutations.place(DEFECT, {Path("kernels/lookup/b.py"): text, Path("perf/c.py"): "x = 1\n"})
-    assert not isinstance(found, str)
-    _, begin, end = found
+    place = mutations.place(DEFECT, {Path("kernels/lookup/b.py"): text, Path("perf/c.py"): "x = 1\n"})
+    assert not isinstance(place, str)
+    _, begin, end = place
     planted = text[:begin] + DEFECT.new + text[end:]
     names: dict[str, object] = {}
     exec(planted, names)

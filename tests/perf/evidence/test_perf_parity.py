@@ -21,7 +21,7 @@ def trace(value: float, planted: float = 0.0) -> Trace:
 
 
 @pytest.mark.parametrize(
-    ("value", "planted", "fp16", "said"),
+    ("value", "planted", "fp16", "outcome"),
     [
         (0.5, 0.0, False, "same bits"),
         (0.5, 5e-7, False, "within"),
@@ -34,16 +34,16 @@ def trace(value: float, planted: float = 0.0) -> Trace:
         (0.5, float("nan"), False, f"BEYOND: weights in step 1, weights in step {STEPS}"),
     ],
 )
-def test_a_planted_difference_is_measured_and_named(value: float, planted: float, fp16: bool, said: str) -> None:
-    found = differences(trace(value, planted), trace(value))
-    assert verdict(Case("sgd", fp16=fp16), found) == said
+def test_a_planted_difference_is_measured_and_named(value: float, planted: float, fp16: bool, outcome: str) -> None:
+    difference = differences(trace(value, planted), trace(value))
+    assert verdict(Case("sgd", fp16=fp16), difference) == outcome
 
 
 def test_sides_that_have_other_tensors_are_not_compared() -> None:
-    ours, theirs = trace(1.0), trace(1.0)
-    theirs["states", 1] = [torch.zeros(3)]
+    own, peer = trace(1.0), trace(1.0)
+    peer["states", 1] = [torch.zeros(3)]
     with pytest.raises(ValueError, match="'states', 1.*sizes \\[\\], FBGEMM \\[3\\]"):
-        differences(ours, theirs)
+        differences(own, peer)
 
 
 def test_names_of_cases_are_distinct() -> None:
@@ -60,8 +60,8 @@ def test_our_side_gives_the_same_bits_twice_and_another_pooling_is_seen(case: Ca
 
 
 def test_the_committed_table_has_every_case_within_its_bounds() -> None:
-    _, found, printed = PAGE.read_text().partition(mark("parity"))
-    assert found
+    _, mark_text, printed = PAGE.read_text().partition(mark("parity"))
+    assert mark_text
     verdicts = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[-1] for line in printed.splitlines()}
     for case in CASES:
         assert verdicts[case.name].removesuffix(" |") in ("within", "same bits"), case.name

@@ -50,7 +50,7 @@ BEFORE: Sequence[Digests] = ({"0": {"loss": "a", "weight": "b"}}, {"0": {"loss":
 
 
 @pytest.mark.parametrize(
-    ("now", "told"),
+    ("now", "sentences"),
     [
         (BEFORE, []),
         (({"0": {"loss": "x", "weight": "y"}}, {"0": {"loss": "c"}}), ["2 ranks, mix 0, rank 0: loss"]),
@@ -61,11 +61,11 @@ BEFORE: Sequence[Digests] = ({"0": {"loss": "a", "weight": "b"}}, {"0": {"loss":
     ],
     ids=["same", "first", "each rank", "lacks", "has more"],
 )  # fmt: skip
-def test_the_first_digest_of_a_rank_that_differs_is_named(now: Sequence[Digests], told: list[str]) -> None:
-    assert [str(one) for one in first_differences(2, BEFORE, now)] == told
+def test_the_first_digest_of_a_rank_that_differs_is_named(now: Sequence[Digests], sentences: list[str]) -> None:
+    assert [str(difference) for difference in first_differences(2, BEFORE, now)] == sentences
     section = section_of({2: (BEFORE, now)})
-    assert section.bad == told
-    assert ("3 the same" in section.lines[-2]) == (not told)
+    assert section.bad == sentences
+    assert ("3 the same" in section.lines[-2]) == (not sentences)
 
 
 @pytest.mark.full

@@ -56,10 +56,10 @@ LINES: list[dict[str, Any]] = [
 def test_metrics_are_compared_in_all_but_times(
     tmp_path: Path, change: dict[str, float], same: bool, apart: float
 ) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    one.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    first, other = tmp_path / "one", tmp_path / "other"
+    first.write_text("".join(json.dumps(line) + "\n" for line in LINES))
     other.write_text("".join(json.dumps(line) + "\n" for line in [LINES[0], {**LINES[1], **change}, LINES[2]]))
-    assert same_metrics(one, other) == (same, apart)
+    assert same_metrics(first, other) == (same, apart)
 
 
 def test_checkpoints_are_the_same_in_all_bytes_or_not(tmp_path: Path) -> None:

@@ -33,12 +33,16 @@ def test_the_command_prints_a_line_a_kernel_and_writes_all_of_it(tmp_path: Path)
     lines = result.output.splitlines()
     assert any(line.startswith("lookup.sequence.gather ") and "same bits" in line for line in lines)
     assert lines[-1].startswith("2 cases, ") and lines[-1].endswith("no fault, every result as close as it must be")
-    found = json.loads(file.read_text())
-    assert {*found["kernels"]} == {"lookup.sequence.resolve", "lookup.sequence.gather"} and found["wrong"] == []
-    gather = found["kernels"]["lookup.sequence.gather"]
+    results = json.loads(file.read_text())
+    assert {*results["kernels"]} == {"lookup.sequence.resolve", "lookup.sequence.gather"} and results["wrong"] == []
+    gather = results["kernels"]["lookup.sequence.gather"]
     assert gather["launches"] == gather["cases"] == 2 and gather["instructions"] > 100
     assert gather["differences"] == {"same bits": 0.0} and 0 < gather["sector_share"]["load W"] <= 1
-    assert found["target"] == "sm_90" and found["versions"]["triton"] and "reason" in found["tolerances"]["same bits"]
+    assert (
+        results["target"] == "sm_90"
+        and results["versions"]["triton"]
+        and "reason" in results["tolerances"]["same bits"]
+    )
 
 
 @pytest.mark.executed
@@ -69,7 +73,7 @@ def test_barriers_that_are_left_are_counted() -> None:
     """So many of a kernel, of which no run shows that two threads meet."""
     (kernel,) = runs._LEFT
     left = [runs.Missing(Cut(kernel, "a", i), may_be=True) for i in range(runs._LEFT[kernel][0] + 1)]
-    assert runs.unexplained(left[:-1]) == [] and all(one.sentence for one in left)
+    assert runs.unexplained(left[:-1]) == [] and all(barrier.sentence for barrier in left)
     assert runs.unexplained(left) == [left[-1].cut]
     met, elsewhere = (
         runs.Missing(Cut(kernel, "a", 0)),

@@ -87,10 +87,10 @@ def gather_by(kernel: object, dim: int = 4, cut: Cut | None = None) -> tuple[Log
     """A sequence lookup of 120 rows whose kernel is another one."""
     batch = Batch(((40, dim),), ((0, False),), bags=120, lengths=(1, 1))
     ids, offsets, _ = batch.bag_ids()
-    found = torch.empty(0)
+    rows = torch.empty(0)
     with patch.object(sequence, "_gather_kernel", kernel), executed(cut=cut) as log, suppress(Fault):
-        found = sequence_lookup(batch.weights(), ids, offsets, batch.table_features, dim, batch.segments)
-    return log, found
+        rows = sequence_lookup(batch.weights(), ids, offsets, batch.table_features, dim, batch.segments)
+    return log, rows
 
 
 def test_two_programs_that_write_the_same_words_are_found() -> None:
@@ -100,8 +100,8 @@ def test_two_programs_that_write_the_same_words_are_found() -> None:
 
 
 def test_what_a_kernel_leaves_unwritten_is_no_number() -> None:
-    log, found = gather_by(_unwritten_kernel)
-    assert log.faults == [] and bool(found.isnan().all())
+    log, rows = gather_by(_unwritten_kernel)
+    assert log.faults == [] and bool(rows.isnan().all())
 
 
 def test_a_missing_barrier_is_found() -> None:
@@ -114,14 +114,14 @@ def test_a_missing_barrier_is_found() -> None:
 
 
 def test_values_that_differ_are_found() -> None:
-    one = torch.tensor([1.0, 2.0, float("nan")])
-    assert difference_of(one, one.clone()) == 0
-    assert difference_of(one, torch.tensor([1.0, 2.5, float("nan")])) == 0.2
-    assert difference_of(one, torch.tensor([1.0, float("nan"), 2.0])) == float("inf")
-    assert difference_of(one, one.double()) == difference_of(one, one[:2]) == float("inf")
+    values = torch.tensor([1.0, 2.0, float("nan")])
+    assert difference_of(values, values.clone()) == 0
+    assert difference_of(values, torch.tensor([1.0, 2.5, float("nan")])) == 0.2
+    assert difference_of(values, torch.tensor([1.0, float("nan"), 2.0])) == float("inf")
+    assert difference_of(values, values.double()) == difference_of(values, values[:2]) == float("inf")
     other = torch.tensor([1.0, 2.0 + 2**-22])
-    assert compare([one[:2]], [other], RULE) == (pytest.approx(2**-23), [])
-    worst, wrong = compare([one[:2]], [other], SAME)
+    assert compare([values[:2]], [other], RULE) == (pytest.approx(2**-23), [])
+    worst, wrong = compare([values[:2]], [other], SAME)
     assert worst > 0 and len(wrong) == 1
     assert compare([1, "a"], [1, "b"], SAME)[1] == ["result 1 is 'a', expected 'b'"]
     assert compare([], [other], SAME)[1] == ["0 results, expected 1"]
@@ -143,10 +143,10 @@ def test_launches_are_specialised_as_tritons_launcher_does() -> None:
 def test_another_order_of_programs_gives_the_same_bits() -> None:
     batch = Batch(((40, 4), (30, 4)), bags=300)
     ids, offsets, _ = batch.bag_ids()
-    found = []
+    results = []
     for seed in (None, 1):
         with executed(shuffle=seed) as log:
             where = (ids, offsets, batch.table_features, 4, batch.segments)
-            found.append(sequence_lookup(batch.weights(), *where))
+            results.append(sequence_lookup(batch.weights(), *where))
         assert log.faults == [] and max(launch.grid[0] for launch in log.launches) > 3
-    assert torch.equal(*found)
+    assert torch.equal(*results)

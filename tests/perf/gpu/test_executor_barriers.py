@@ -17,10 +17,10 @@ OWN, OTHER = "ld.shared.b32 %r10, [%r1];", "ld.shared.b32 %r10, [%r3];"
 def around(body: str, barrier: int = 0, *, threads: int = 64, shared: int = 256) -> tuple[Around, list[str]]:
     """What is known of a barrier after a run of a kernel without it, and the faults of that run."""
     whole = kernel(PLACES + body + " ret;", 1, threads)
-    found = Around(pairs_at(whole, barrier), fixed_places(whole))
-    made = Launch(whole.without_barrier(barrier), Memory(), shared, [0], around=found).run((2,))
-    found.end_launch()
-    return found, [finding.kind for finding in made.faults]
+    watch = Around(pairs_at(whole, barrier), fixed_places(whole))
+    made = Launch(whole.without_barrier(barrier), Memory(), shared, [0], around=watch).run((2,))
+    watch.end_launch()
+    return watch, [finding.kind for finding in made.faults]
 
 
 def opcodes(body: str, barrier: int = 0) -> set[tuple[str, str]]:
@@ -30,20 +30,20 @@ def opcodes(body: str, barrier: int = 0) -> set[tuple[str, str]]:
 
 
 def test_a_barrier_between_a_threads_own_words_is_redundant() -> None:
-    found, faults = around(WRITE + BARRIER + OWN)
-    assert faults == [] and len(found.pairs) == 1 and found.redundant
+    watch, faults = around(WRITE + BARRIER + OWN)
+    assert faults == [] and len(watch.pairs) == 1 and watch.redundant
 
 
 def test_a_barrier_that_orders_nothing_is_redundant() -> None:
-    found, faults = around(BARRIER + WRITE + OWN)
-    assert faults == [] and found.pairs == frozenset() and found.redundant
+    watch, faults = around(BARRIER + WRITE + OWN)
+    assert faults == [] and watch.pairs == frozenset() and watch.redundant
     # two reads need no order
     assert opcodes(WRITE + BARRIER + OTHER + BARRIER + OWN, 1) == set()
 
 
 def test_a_barrier_that_is_missed_is_not_redundant() -> None:
-    found, faults = around(WRITE + BARRIER + OTHER)
-    assert faults == ["race"] and not found.redundant and found.meeting == found.pairs
+    watch, faults = around(WRITE + BARRIER + OTHER)
+    assert faults == ["race"] and not watch.redundant and watch.meeting == watch.pairs
 
 
 def test_what_no_run_came_to_shows_nothing() -> None:
@@ -81,29 +81,29 @@ def test_words_of_global_memory_that_one_warp_writes_and_another_reads() -> None
     body += "add.s64 %rd2, %in0, %rd2; st.global.b32 [%rd1], %tid; bar.sync 0; ld.global.b32 %r1, [%rd2]; ret;"
     for lane, redundant in ((32, False), (1, True)):
         made, _ = prepare(body.format(lane), np.zeros(64, np.uint32))
-        found = Around(pairs_at(made.kernel, 0))
-        made.kernel, made.record.around = made.kernel.without_barrier(0), found
+        watch = Around(pairs_at(made.kernel, 0))
+        made.kernel, made.record.around = made.kernel.without_barrier(0), watch
         made.run((1,))
-        found.end_launch()
-        assert found.redundant is redundant and (made.faults == []) is redundant
+        watch.end_launch()
+        assert watch.redundant is redundant and (made.faults == []) is redundant
 
 
 @pytest.mark.parametrize(("second", "meets"), [([0, 1], False), ([1, 0], True), ([SEVERAL, 1], True)])
 def test_pieces_of_one_owner_each_are_apart(second: list[int], meets: bool) -> None:
-    found = Around(frozenset({(3, 7)}))
+    watch = Around(frozenset({(3, 7)}))
     pieces = np.array([[0], [2]])
-    found.note(3, 0, np.array([0, 1]), pieces, 4)
-    found.note(7, 0, np.array(second), pieces, 4)
+    watch.note(3, 0, np.array([0, 1]), pieces, 4)
+    watch.note(7, 0, np.array(second), pieces, 4)
     # another memory's pieces have nothing to do with it
-    found.note(7, 1 << 36, np.array([5, 5]), pieces, 4)
-    found.come(3, 1, np.arange(2))
-    found.go_by(1, np.arange(2))
-    found.come(7, 1, np.arange(2))
-    found.end_launch()
-    assert (found.meeting == found.pairs) is meets and found.redundant is not meets
-    other = Around(found.pairs)
+    watch.note(7, 1 << 36, np.array([5, 5]), pieces, 4)
+    watch.come(3, 1, np.arange(2))
+    watch.go_by(1, np.arange(2))
+    watch.come(7, 1, np.arange(2))
+    watch.end_launch()
+    assert (watch.meeting == watch.pairs) is meets and watch.redundant is not meets
+    other = Around(watch.pairs)
     assert not other.redundant
-    other.join(found)
+    other.join(watch)
     assert other.redundant is not meets
 
 
@@ -124,8 +124,8 @@ def test_addresses_that_follow_from_the_thread_need_no_second_turn(address: str,
     """Words of its own that each thread writes and reads in a loop that goes around once."""
     body = f"mov.b32 %r9, 0; mov.b32 %r8, %r1; bar.sync 0; L1: bar.sync 0; st.shared.b32 [{address}], %tid;"
     body += f"ld.shared.b32 %r10, [{address}]; add.s32 %r8, %r8, 4; add.s32 %r9, %r9, 1;"
-    found, faults = around(body + "setp.lt.s32 %p1, %r9, 1; @%p1 bra L1;", 1)
-    assert faults == [] and found.pairs and found.redundant is redundant
+    watch, faults = around(body + "setp.lt.s32 %p1, %r9, 1; @%p1 bra L1;", 1)
+    assert faults == [] and watch.pairs and watch.redundant is redundant
 
 
 def test_a_copy_reads_until_it_is_waited_for() -> None:
@@ -134,11 +134,11 @@ def test_a_copy_reads_until_it_is_waited_for() -> None:
     body += "add.s64 %rd2, %in0, %rd2; cp.async.ca.shared.global [%r1], [%rd1], 4; cp.async.commit_group; bar.sync 0;"
     body += "cp.async.wait_group 0; bar.sync 0; st.global.b32 [%rd2], %tid; ret;"
     made, _ = prepare(PLACES + body, np.zeros(64, np.uint32), shared=256)
-    found = Around(pairs_at(made.kernel, 1), fixed_places(made.kernel))
-    made.kernel, made.record.around = made.kernel.without_barrier(1), found
+    watch = Around(pairs_at(made.kernel, 1), fixed_places(made.kernel))
+    made.kernel, made.record.around = made.kernel.without_barrier(1), watch
     made.run((1,))
-    found.end_launch()
-    assert made.faults == [] and found.meeting and not found.redundant
+    watch.end_launch()
+    assert made.faults == [] and watch.meeting and not watch.redundant
 
 
 def test_a_barrier_of_some_lanes_is_none() -> None:

@@ -35,12 +35,12 @@ def run(made: tuple[Kernel, int], *values: torch.Tensor, grid: tuple[int, ...] =
     memory = Memory()
     arrays = [value.view(torch.uint8).numpy() for value in values]
     addresses = [memory.put(array, f"X{i}") for i, array in enumerate(arrays)]
-    found = Launch(made[0], memory, made[1], addresses)
+    launch = Launch(made[0], memory, made[1], addresses)
     with contextlib.suppress(*[Fault] * ends):
-        found.run(grid)
+        launch.run(grid)
     for array, address in zip(arrays, addresses, strict=True):
         array[:] = memory.get(address)
-    return found
+    return launch
 
 
 @triton.jit
@@ -80,10 +80,10 @@ def test_products_of_matrices(dtype: torch.dtype, m: int, n: int, block: int, st
     assert ("cp" in opcodes) == (stages > 1)
     x, y = (torch.randint(-8, 9, size) if whole else torch.randn(size) for size in ((m, k), (k, n)))
     x, y, z = x.to(dtype), y.to(dtype), torch.zeros(m, n, dtype=out)
-    found = run(made, x, y, z)
+    launch = run(made, x, y, z)
     # before 3.7 Triton has no fence between cp.async and wgmma
     known = {"unfenced"} if TRITON < (3, 7) else set()
-    assert {fault.kind for fault in found.faults} <= known, str(found.faults[0])
+    assert {fault.kind for fault in launch.faults} <= known, str(launch.faults[0])
     want = x.double() @ y.double() if whole or dtype != torch.float32 else tf32(x) @ tf32(y)
     torch.testing.assert_close(z.double(), want, rtol=1e-5, atol=1e-5)
 
@@ -130,8 +130,8 @@ def test_scans_sorts_and_atomic_sums(warps: int) -> None:
     made = build(together_kernel, dict.fromkeys("XYST", "*i32"), {"N": 256}, num_warps=warps)
     x = torch.randint(-1000, 1000, (256,), dtype=torch.int32)
     y, s, t = torch.zeros_like(x), torch.zeros_like(x), torch.zeros(4, dtype=torch.int32)
-    found = run(made, x, y, s, t)
-    assert not found.faults, str(found.faults[0])
+    launch = run(made, x, y, s, t)
+    assert not launch.faults, str(launch.faults[0])
     assert torch.equal(y, x.cumsum(0).int())
     assert torch.equal(s, x.sort().values)
     assert t.tolist() == [x.max(), x.argmin(), x[::2].sum(), x[1::2].sum()]
@@ -148,8 +148,8 @@ def eights_kernel(X, Y, Z, N: tl.constexpr):  # type: ignore[no-untyped-def]
 def test_8_bit_floats_of_the_compiler() -> None:
     made = build(eights_kernel, {"X": "*fp32", "Y": "*fp8e4nv", "Z": "*fp16"}, {"N": 256}, num_warps=2)
     x, y, z = torch.randn(256) * 50, torch.zeros(256, dtype=torch.float8_e4m3fn), torch.zeros(256, dtype=torch.float16)
-    found = run(made, x, y, z)
-    assert not found.faults
+    launch = run(made, x, y, z)
+    assert not launch.faults
     want = x.to(torch.float8_e4m3fn)
     assert torch.equal(y.view(torch.uint8), want.view(torch.uint8))
     assert torch.equal(z, want.half())
@@ -172,11 +172,11 @@ def test_every_barrier_of_a_kernel_is_needed(warps: int) -> None:
         return [torch.zeros(32, 32), torch.zeros(32)]
 
     y, t = outputs()
-    found = run(made, x, y, t)
-    assert not found.faults, str(found.faults[0])
+    launch = run(made, x, y, t)
+    assert not launch.faults, str(launch.faults[0])
     assert torch.equal(y, x.T.contiguous())
     torch.testing.assert_close(t, x.sum(1))
-    assert {name: c["bytes"] / c["sectors"] for name, c in found.requests.items()} == {
+    assert {name: c["bytes"] / c["sectors"] for name, c in launch.requests.items()} == {
         "load X0": 32.0, "store X1": 32.0, "store X2": 32.0,
     }  # fmt: skip
     for i in range(len(made[0].barriers)):
@@ -192,10 +192,10 @@ def shared_word_kernel(X, Y):  # type: ignore[no-untyped-def]
 
 def test_programs_that_write_one_word() -> None:
     made = build(shared_word_kernel, {"X": "*i32", "Y": "*i32"}, {}, num_warps=1)
-    found = run(made, torch.arange(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), grid=(4,))
-    assert [fault.kind for fault in found.faults] == ["shared word"]
-    assert found.faults[0].instruction is not None
-    assert found.faults[0].instruction.source.startswith("test_executor_compiled.py:")
+    launch = run(made, torch.arange(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), grid=(4,))
+    assert [fault.kind for fault in launch.faults] == ["shared word"]
+    assert launch.faults[0].instruction is not None
+    assert launch.faults[0].instruction.source.startswith("test_executor_compiled.py:")
     alone = run(made, torch.arange(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
     assert not alone.faults
 

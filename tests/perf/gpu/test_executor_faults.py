@@ -237,8 +237,8 @@ def test_a_matrix_needs_a_barrier_though_each_lane_gives_the_address_of_what_it_
     store = f"stmatrix.sync.aligned.m8n8.{rows}.shared.b16 [%r11], {{%r9}};"
     words = "ld.shared.b32 %r10, [%r1]; ret;"
     # each lane reads a word of a row: its own, where no lane has a column
-    found = [] if rows == "x1" else [("race", 0)]
-    assert faults(f"{start} {store} {words}", threads=32, shared=128) == found
+    expected = [] if rows == "x1" else [("race", 0)]
+    assert faults(f"{start} {store} {words}", threads=32, shared=128) == expected
     assert faults(f"{start} {store} bar.warp.sync -1; {words}", threads=32, shared=128) == []
 
 

@@ -47,10 +47,10 @@ def test_every_section_is_ok(device: str, tmp_path: Path) -> None:
     assert "Prediction beside measurement" in html and "<script" not in html and "http" not in html
     if device == "cpu":
         assert "What to take" in html and results["ab"]["rows"] and not results["ab"]["dropped"]
-        assert {one["shape"] for one in results["profile"]["shapes"]} == set(SHAPES)
+        assert {profile["shape"] for profile in results["profile"]["shapes"]} == set(SHAPES)
         suite = json.loads((tmp_path / "new folder" / "perf.json").read_text())
         assert suite == results["suite"]["file"] and results["suite"]["cases"] == len(suite["benchmarks"])
-        assert {one["group"] for one in suite["benchmarks"]} == {"lookup", "update", "jagged", "keyed"}
+        assert {benchmark["group"] for benchmark in suite["benchmarks"]} == {"lookup", "update", "jagged", "keyed"}
         assert results["suite"]["not_run"] == [], "the dry run has no time for these"
     else:
         assert results["autotune"]["entries"]
@@ -151,8 +151,8 @@ def test_what_a_sanitizer_finds_fails_its_section(errors: int, tmp_path: Path, m
         with pytest.raises(AssertionError, match="memcheck: status 9"):
             gpu_check.sanitizer("cpu", gpu_check.SMALL)
     else:
-        said = gpu_check.sanitizer("cpu", gpu_check.SMALL)
-        assert said["memcheck"] == "ERROR SUMMARY: 0 errors"
+        summaries = gpu_check.sanitizer("cpu", gpu_check.SMALL)
+        assert summaries["memcheck"] == "ERROR SUMMARY: 0 errors"
 
 
 @pytest.mark.full
@@ -160,10 +160,10 @@ def test_what_takes_too_long_ends_with_all_that_it_started(tmp_path: Path) -> No
     # the child of the command tells its own number
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]])"
     child = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
-    command, told = [sys.executable, "-c", program, child, str(tmp_path / "pid")], tmp_path / "pid"
+    command, pid_file = [sys.executable, "-c", program, child, str(tmp_path / "pid")], tmp_path / "pid"
     with pytest.raises(subprocess.TimeoutExpired):
         gpu_check.run_within(5, command, os.environ)
-    number, end = int(told.read_text()), time.monotonic() + 30
+    number, end = int(pid_file.read_text()), time.monotonic() + 30
     while Path(f"/proc/{number}/cmdline").exists() and Path(f"/proc/{number}/cmdline").read_bytes():
         assert time.monotonic() < end, "it still runs"
         time.sleep(0.05)

@@ -82,31 +82,31 @@ def test_a_variant_is_timed_only_where_it_gives_the_bits_of_the_default(
         _Wrong("wrong", "forward"), _Broken("broken", "forward"),
     ]  # fmt: skip
     monkeypatch.setattr(gpu_ab, "VARIANTS", tried)
-    found = Compared()
-    gpu_ab.compare(found, sized(SHAPES["A"], 1 << 30, small=True), "cpu", 2, float("inf"))
-    dropped = {one.variant: one.why for one in found.dropped}
+    comparison = Compared()
+    gpu_ab.compare(comparison, sized(SHAPES["A"], 1 << 30, small=True), "cpu", 2, float("inf"))
+    dropped = {variant.variant: variant.why for variant in comparison.dropped}
     assert dropped["wrong"] == "gives other bits than the default"
     assert dropped["broken"] == "fails: RuntimeError: no such tile"
     # torch's path asks for no settings
     unread = dropped.pop("a setting that nothing reads", None)
     assert unread == ("no launch asks for update.programs" if device == "interpreted" else None)
-    timed = {row.variant: row.rounds for row in found.rows}
+    timed = {row.variant: row.rounds for row in comparison.rows}
     assert timed.items() >= {"the default again": 2, "few programs": 2}.items() and "wrong" not in timed
-    assert set(found.shapes[0]["default"]) == {"forward", "backward"}
+    assert set(comparison.shapes[0]["default"]) == {"forward", "backward"}
 
 
 def test_a_variant_is_taken_that_gains_beyond_the_noise_and_loses_nowhere() -> None:
     def rows(variant: str, *ratios: float) -> list[Row]:
         return [Row(variant, "forward", shape, 1.0, r, r, r, 9) for shape, r in zip("AC", ratios, strict=True)]
 
-    found = verdicts(
+    decisions = verdicts(
         [
             *rows("the default again", 1.02, 1.001), *rows("better on A, within its noise", 0.97, 1.0),
             *rows("better on C", 1.0, 0.97), *rows("best", 0.9, 1.009), *rows("loses on C", 0.8, 1.02),
             *rows("much as it was", 0.99, 1.0),
         ]
     )  # fmt: skip
-    assert [(one["variant"], one["verdict"]) for one in found] == [
+    assert [(decision["variant"], decision["verdict"]) for decision in decisions] == [
         ("best", "take"), ("better on C", "take"), ("loses on C", "leave"),
         ("better on A, within its noise", "no difference"), ("much as it was", "no difference"),
     ]  # fmt: skip
@@ -141,10 +141,14 @@ def test_a_profile_adds_up_kernels_by_name_and_the_gaps_between_them() -> None:
         Span("_update_kernel", 30, 34), Span("void cub::DeviceRadixSort<int>(long)", 0, 10),
         Span("beside it", 5, 20), Span("_update_kernel", 20, 24),
     ]  # fmt: skip
-    found = by_name(spans, 2)
-    assert found["launches"] == 2 and found["busy_us"] == 16.5
-    assert (found["idle_us"], found["largest_gap_us"]) == (3.0, 6.0)
-    assert [one["kernel"] for one in found["kernels"]] == ["beside it", "cub::DeviceRadixSort", "_update_kernel"]
+    profile = by_name(spans, 2)
+    assert profile["launches"] == 2 and profile["busy_us"] == 16.5
+    assert (profile["idle_us"], profile["largest_gap_us"]) == (3.0, 6.0)
+    assert [kernel["kernel"] for kernel in profile["kernels"]] == [
+        "beside it",
+        "cub::DeviceRadixSort",
+        "_update_kernel",
+    ]
     assert gpu_profile.loaded_kernels(HOPPER) == [] or not torch.cuda.is_available()
 
 

@@ -68,13 +68,13 @@ def test_an_op_without_a_check_is_reported() -> None:
 @NEEDS_CPU_PATHS
 @pytest.mark.usefixtures("torch_alone")
 def test_every_check_passes_on_torch_alone() -> None:
-    told: list[tuple[str, int, int]] = []
-    done = run.self_test(["cpu"], tell=lambda *args: told.append(args))
+    progress: list[tuple[str, int, int]] = []
+    done = run.self_test(["cpu"], tell=lambda *args: progress.append(args))
     assert done.failed == [] and done.unchecked == ()
     assert run.counted(done.results) == {"passed": len(run.all_checks()), "failed": 0, "untested": 0}
     assert {result.path.by for result in done.results} == {"torch"}
     # one part after another, up to the last
-    assert [(part, total) for _, part, total in told] == [(n + 1, len(told)) for n in range(len(told))]
+    assert [(part, total) for _, part, total in progress] == [(n + 1, len(progress)) for n in range(len(progress))]
 
 
 @NEEDS_CPU_PATHS
@@ -147,8 +147,8 @@ def test_a_loop_of_numba_that_is_off_is_found_and_torch_alone_is_not_blamed(monk
     good = cpu_lookup.pooled_lookup_cpu
 
     def off(*args: Any) -> torch.Tensor:
-        found = good(*args)
-        return _off(found) if numba_loops.compiles() else found
+        result = good(*args)
+        return _off(result) if numba_loops.compiles() else result
 
     monkeypatch.setattr(pooled, "pooled_lookup_cpu", off)
     monkeypatch.setattr(run, "all_checks", _of({"pooled lookup"}))
@@ -184,10 +184,10 @@ def test_what_does_not_fit_the_time_is_not_tested_and_has_not_passed() -> None:
 @pytest.mark.usefixtures("torch_alone")
 def test_no_family_is_left_out_as_long_as_there_is_time_for_a_check_of_each() -> None:
     """Families came one after another: of the interpreter's 24 the last 9 were never tested on a slow machine."""
-    families = {one.family for one in run.all_checks()}
+    families = {check.family for check in run.all_checks()}
     ticks = count()
     done = run.self_test(["cpu"], seconds=len(families) + 0.5, clock=lambda: float(next(ticks)))
-    assert {one.family for one in done.results if one.passed} == families
+    assert {result.family for result in done.results if result.passed} == families
     assert run.counted(done.results)["untested"] > 0
 
 

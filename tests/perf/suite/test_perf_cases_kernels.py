@@ -103,7 +103,7 @@ def test_every_rule_every_workload_and_every_jagged_op_has_a_case() -> None:
     for workload in WORKLOADS:
         assert f"pooled_lookup, {workload.name}" in names
         assert {f"fused_update, {rule}, {workload.name}" for rule in ("sgd", "rowwise_adagrad")} <= {*names}
-    assert {one.name for one in vars(rules).values() if isinstance(one, Rule)} - {"gradient"} <= {
+    assert {rule.name for rule in vars(rules).values() if isinstance(rule, Rule)} - {"gradient"} <= {
         name.split(", ")[1] for name in names if name.startswith("fused_update") and name.endswith("fbgemm default")
     }
     documented = {
@@ -237,14 +237,14 @@ def test_ids_follow_zipf(s: float, head: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(workloads, "_HEAD", head)
     rows, count = 1000, 200_000
     ids = draw_ids(f"zipf {s}", rows, count, on(0))
-    found = torch.bincount(ids, minlength=rows)[torch.arange(rows) * 2_654_435_761 % rows].double()
+    frequencies = torch.bincount(ids, minlength=rows)[torch.arange(rows) * 2_654_435_761 % rows].double()
     share = torch.arange(1, rows + 1, dtype=torch.float64).pow(-s)
     share /= share.sum()
     for ranks in (slice(0, 1), slice(1, 4), slice(4, 8), slice(8, 12), slice(12, 100), slice(100, rows)):
         want = float(share[ranks].sum())
         # ranks behind the head are an integral: of the first of 8 a fraction of a percent off
         allowed = 5 * math.sqrt(count * want * (1 - want)) + (0.004 * count * want if head == 8 else 0)
-        assert abs(float(found[ranks].sum()) - count * want) <= allowed, (ranks, s)
+        assert abs(float(frequencies[ranks].sum()) - count * want) <= allowed, (ranks, s)
 
 
 def on(seed: int) -> dict[str, Any]:

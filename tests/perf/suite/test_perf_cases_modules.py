@@ -111,7 +111,7 @@ def test_tables_are_freed_when_a_case_is_closed() -> None:
     held = [weakref.ref(side.made[0]) for side in sides.values()]
     made.close()
     gc.collect()
-    assert len(held) == 2 and all(one() is None for one in held)
+    assert len(held) == 2 and all(reference() is None for reference in held)
 
 
 @pytest.mark.full
@@ -154,7 +154,7 @@ def test_a_plan_that_leaves_rows_out_is_found() -> None:
     with pytest.raises(AssertionError, match="planned"):
         planner.check(replace(problem, tables=[(100, 64, 1.0)] * 4), plan, "ours")
     (tables,) = plan.plan.values()
-    table = next(name for name, one in tables.items() if one.sharding_spec is not None)
+    table = next(name for name, sharding in tables.items() if sharding.sharding_spec is not None)
     tables[table].sharding_spec.shards[0].shard_sizes[0] -= 1
     with pytest.raises(AssertionError, match=f"shards of table {table} cover"):
         planner.check(problem, plan, "ours")
@@ -176,8 +176,8 @@ def test_answers_of_the_command_line_are_measured_whole_beside_a_process_that_do
         "shardwise --version": 4, "shardwise --help": 8, "shardwise perf run --help": 8, "shardwise, completion": 8,
     }  # fmt: skip
     series = command_line.rounds(answers["shardwise, completion"], 2)
-    assert {who: len(found) for who, found in series.items()} == {OURS: 2, command_line.NOTHING: 2}
-    assert all(seconds > 0 for found in series.values() for seconds in found)
+    assert {who: len(measured) for who, measured in series.items()} == {OURS: 2, command_line.NOTHING: 2}
+    assert all(seconds > 0 for measured in series.values() for seconds in measured)
     # a loop of half a second is counted, and time that a process sleeps is not
     loop = "import time\nwhile time.process_time() < 0.5: pass"
     assert 0.5 <= command_line.cpu_seconds(["-c", loop])[0] < 1.5

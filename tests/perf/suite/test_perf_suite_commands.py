@@ -56,23 +56,23 @@ def measured(tmp_path: Path) -> Path:
 
 def edited(path: Path, name: str, change: Any) -> Path:
     """A copy in which the benchmark of this name is changed."""
-    found = json.loads(path.read_text())
-    for one in found["benchmarks"]:
-        if one["param"] == name:
-            change(one)
+    content = json.loads(path.read_text())
+    for benchmark in content["benchmarks"]:
+        if benchmark["param"] == name:
+            change(benchmark)
     other = path.with_name("b.json")
-    other.write_text(json.dumps(found))
+    other.write_text(json.dumps(content))
     return other
 
 
 def test_a_run_measures_prints_and_writes_every_case_and_ends_badly_where_one_is_wrong(tmp_path: Path) -> None:
     result = shardwise("run", "--small", "--threads", "1", "--laps", "2", "--json", tmp_path / "a.json")
     assert result.exit_code == 1, result.output
-    found = load(tmp_path / "a.json")
-    assert [record.name for record in found.measured.records] == NAMES
-    assert [len(record.laps) for record in found.measured.records] == [2, 2, 1]
-    assert {failure.name for failure in found.measured.failures} == {"wrong", "raises"}
-    assert found.machine["threads"] == 1 and found.about["small"] is True and found.about["peers"] == ["torch"]
+    run = load(tmp_path / "a.json")
+    assert [record.name for record in run.measured.records] == NAMES
+    assert [len(record.laps) for record in run.measured.records] == [2, 2, 1]
+    assert {failure.name for failure in run.measured.failures} == {"wrong", "raises"}
+    assert run.machine["threads"] == 1 and run.about["small"] is True and run.about["peers"] == ["torch"]
     for name in (*NAMES, "wrong", "raises"):
         assert name in result.output
     assert "failed: wrong: AssertionError: ours gives 2, the reference 3" in result.output
@@ -89,9 +89,9 @@ def test_ctrl_c_keeps_what_was_measured_and_ends_as_a_shell_has_it(
     monkeypatch.setattr(suite, "CASES", (CASES[0], case("stopped", stopped), CASES[3]))
     result = shardwise("run", "--small", "--threads", "1", "--json", tmp_path / "a.json")
     assert result.exit_code == 130, result.output
-    found = load(tmp_path / "a.json").measured
-    assert [record.name for record in found.records] == [CASES[0].name]
-    assert found.not_run == ("stopped", CASES[3].name)
+    recorded = load(tmp_path / "a.json").measured
+    assert [record.name for record in recorded.records] == [CASES[0].name]
+    assert recorded.not_run == ("stopped", CASES[3].name)
 
 
 def test_a_run_that_measures_nothing_ends_badly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +124,8 @@ def test_the_same_run_twice_is_no_regression_and_a_slowdown_is_one(measured: Pat
     again = shardwise("compare", measured, measured)
     assert again.exit_code == 0 and again.output.splitlines()[-1] == "3 same: no regression"
 
-    def slower(one: dict[str, Any]) -> None:
-        for lap in one["extra_info"]["laps"]:
+    def slower(benchmark: dict[str, Any]) -> None:
+        for lap in benchmark["extra_info"]["laps"]:
             lap["times"]["shardwise"] = [1.2 * seconds for seconds in lap["times"]["shardwise"]]
 
     planted = edited(measured, "own rounds", slower)
@@ -137,10 +137,10 @@ def test_the_same_run_twice_is_no_regression_and_a_slowdown_is_one(measured: Pat
 
 
 def test_another_device_is_refused_unless_forced(measured: Path) -> None:
-    found = json.loads(measured.read_text())
-    found["machine_info"]["shardwise"]["device_name"] = "another"
+    content = json.loads(measured.read_text())
+    content["machine_info"]["shardwise"]["device_name"] = "another"
     other = measured.with_name("b.json")
-    other.write_text(json.dumps(found))
+    other.write_text(json.dumps(content))
     refused = shardwise("compare", measured, other)
     assert refused.exit_code == 2 and "device_name" in refused.output and "--force" in refused.output
     forced = shardwise("compare", measured, other, "--force")
@@ -177,7 +177,7 @@ def test_the_report_shows_every_case_as_a_table_and_as_a_page(measured: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["run", "--out", "x.json", "--suite", "gpu"], "there is no suite 'gpu'"),
         (["run", "--out", "x.json", "--only", "no such"], "no case for cpu has 'no such'"),
@@ -197,14 +197,14 @@ def test_the_report_shows_every_case_as_a_table_and_as_a_page(measured: Path) ->
     ],
 )
 def test_bad_input_is_one_line_and_measures_nothing(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(measure, "run", None)
     Path("bad.json").write_text("not")
     Path("good.json").write_text('{"benchmarks": []}')
     result = shardwise(*arguments)
-    assert result.exit_code == 2 and said in result.output, result.output
+    assert result.exit_code == 2 and message in result.output, result.output
     assert not Path("x.json").exists()
 
 
@@ -227,27 +227,27 @@ def test_pytest_runs_the_same_cases_under_the_same_names(measured: Path) -> None
     done = subprocess.run(
         command, cwd=ROOT, env={**alone, "PYTHONPATH": python_path()}, capture_output=True, text=True, timeout=300
     )  # fmt: skip
-    said = done.stdout + done.stderr
-    assert "2 failed, 3 passed" in done.stdout, said
+    output = done.stdout + done.stderr
+    assert "2 failed, 3 passed" in done.stdout, output
     # both are in the table, so the names paired; the machine is the same, so nothing is warned of
-    assert "test_case[own rounds] (NOW)" in said and said.count("test_case[own rounds]") == 2, said
-    assert "machine_info is different" not in said
-    found = load(out)
-    assert [record.name for record in found.measured.records] == NAMES
-    assert {failure.name for failure in found.measured.failures} == {"wrong", "raises"}
-    own = found.measured.records[1]
+    assert "test_case[own rounds] (NOW)" in output and output.count("test_case[own rounds]") == 2, output
+    assert "machine_info is different" not in output
+    run = load(out)
+    assert [record.name for record in run.measured.records] == NAMES
+    assert {failure.name for failure in run.measured.failures} == {"wrong", "raises"}
+    own = run.measured.records[1]
     assert own.laps[0].times["shardwise"] == [0.5, 0.51]
-    told = {one["param"]: one for one in json.loads(out.read_text())["benchmarks"]}
-    assert told["own rounds"]["stats"]["data"] == pytest.approx([0.5, 0.51])
-    assert told["own rounds"]["fullname"] == f"{TEST}[own rounds]"
-    assert {*told[NAMES[0]]["extra_info"]["ratios"]} == {"torch"}
+    benchmarks = {benchmark["param"]: benchmark for benchmark in json.loads(out.read_text())["benchmarks"]}
+    assert benchmarks["own rounds"]["stats"]["data"] == pytest.approx([0.5, 0.51])
+    assert benchmarks["own rounds"]["fullname"] == f"{TEST}[own rounds]"
+    assert {*benchmarks[NAMES[0]]["extra_info"]["ratios"]} == {"torch"}
     assert shardwise("compare", measured, out, "--only", "package").exit_code == 0
 
 
 def test_nothing_else_in_the_folder_is_collected_and_a_plain_pytest_leaves_it_alone() -> None:
     from fnmatch import fnmatch
 
-    found = [path.name for path in (ROOT / "perf").rglob("*.py") if fnmatch(path.name, "test_*.py")]
-    found += [path.name for path in (ROOT / "perf").rglob("*_test.py")]
-    assert found == ["test_cases.py"]
+    test_files = [path.name for path in (ROOT / "perf").rglob("*.py") if fnmatch(path.name, "test_*.py")]
+    test_files += [path.name for path in (ROOT / "perf").rglob("*_test.py")]
+    assert test_files == ["test_cases.py"]
     assert 'testpaths = ["tests"]' in (ROOT / "pyproject.toml").read_text()

@@ -27,12 +27,12 @@ def made(
     factor: float = 1.0, *, spread: float = 0.0, name: str = "a", laps: int = 5, unit: str = "s", **others: float
 ) -> Record:
     """Laps around factor, `spread` apart from the first to the last; others as many times that time."""
-    found = []
+    timed_laps = []
     for lap in range(laps):
         time = factor * (1 + spread * (lap / max(laps - 1, 1) - 0.5))
         sides = {OURS: time, **{who: time * by for who, by in others.items()}}
-        found.append(Lap({who: [own * 0.999, own, own * 1.001] for who, own in sides.items()}))
-    return Record(name, "lookup", tuple(found), unit)
+        timed_laps.append(Lap({who: [own * 0.999, own, own * 1.001] for who, own in sides.items()}))
+    return Record(name, "lookup", tuple(timed_laps), unit)
 
 
 def stored(*records: Record, failures: tuple[Failure, ...] = (), machine: Any = MACHINE, **about: Any) -> Stored:
@@ -80,14 +80,14 @@ def test_the_pace_of_the_machine_is_no_change_of_a_case() -> None:
     new = stored(
         made(slower, python=1 / 1.2, torch=2 / 1.2), *(made(0.85, name=n, python=1.0, torch=2.0) for n in "bc")
     )
-    found = compare(base, new)
-    assert found.pace == pytest.approx(0.85)
-    assert [(verdict.name, verdict.outcome) for verdict in found.verdicts] == [
+    comparison = compare(base, new)
+    assert comparison.pace == pytest.approx(0.85)
+    assert [(verdict.name, verdict.outcome) for verdict in comparison.verdicts] == [
         ("a", "slower"),
         ("b", "same"),
         ("c", "same"),
     ]
-    assert "the machine: peers and yardsticks took -15 %" in "\n".join(compared(found))
+    assert "the machine: peers and yardsticks took -15 %" in "\n".join(compared(comparison))
 
 
 def test_of_few_laps_the_spread_of_the_rounds_counts() -> None:
@@ -104,8 +104,8 @@ def test_where_others_took_the_cores_nothing_is_known() -> None:
     assert verdict.outcome == "unsettled" and verdict.why == "other processes took the cores in the new run"
     # two laps suffice, and the disturbed ones are left out of the times
     assert judge(made(), replace(new, laps=(*busy[:3], *made().laps[:2]))).outcome == "same"
-    found = compare(stored(made()), stored(new))
-    assert found.good and "unsettled: a: other processes" in "\n".join(compared(found))
+    comparison = compare(stored(made()), stored(new))
+    assert comparison.good and "unsettled: a: other processes" in "\n".join(compared(comparison))
 
 
 def test_a_comparison_names_cases_numbers_and_the_threshold() -> None:
@@ -119,9 +119,9 @@ def test_a_comparison_names_cases_numbers_and_the_threshold() -> None:
         ),
         not_run=("late",), machine={**MACHINE, "versions": {"torch": "2.14.0", "numba": None}},
     )  # fmt: skip
-    found = compare(base, new)
-    assert not found.good
-    lines = compared(found)
+    comparison = compare(base, new)
+    assert not comparison.good
+    lines = compared(comparison)
     assert lines[0] == "differs: torch: 2.13.0 in the base, 2.14.0 now"
     text = "\n".join(lines)
     assert "slower: slow: 1 ms -> 1.2 ms (+20.0 %), low time +20.0 % (threshold 5.0 % of its time)" in text
@@ -206,6 +206,6 @@ def test_noise_is_no_regression_and_a_fifth_slower_is(
 
 
 def test_a_comparison_without_cases_in_common_is_no_regression_of_itself() -> None:
-    found = compare(stored(), stored(made()))
-    assert found == Comparison((), {}, ("a",)) and found.good
-    assert not found.judged and compared(found)[-1] == "no case in common: nothing is known"
+    comparison = compare(stored(), stored(made()))
+    assert comparison == Comparison((), {}, ("a",)) and comparison.good
+    assert not comparison.judged and compared(comparison)[-1] == "no case in common: nothing is known"

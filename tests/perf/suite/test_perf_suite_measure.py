@@ -86,12 +86,12 @@ def test_sides_take_turns_with_the_same_input_in_random_orders_that_are_the_same
 def test_short_calls_share_a_turn_and_a_slow_peer_has_few(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {OURS: 1e-4, "torch": 1.0}
 
-    def told(calls: Sequence[Callable[[], object]]) -> Turn:
+    def timed_turn(calls: Sequence[Callable[[], object]]) -> Turn:
         for call in calls:
             call()
         return Turn(seconds[LOG[-1][0]], len(calls), 0, 0, 0.0, 0.0)
 
-    monkeypatch.setattr(measure, "turn", told)
+    monkeypatch.setattr(measure, "turn", timed_turn)
     lap = cpu_lap(
         {OURS: logged(OURS, 2), "torch": logged("torch", 2)}, Budget(rounds=8, seconds=600, turn_s=1e-3), False
     )
@@ -100,40 +100,40 @@ def test_short_calls_share_a_turn_and_a_slow_peer_has_few(monkeypatch: pytest.Mo
     # two warm-ups of both inputs, then ten calls a turn, five of each input
     assert sum(who == OURS for who, _ in LOG) == 4 + 10 * 8
     first = [number for who, number in LOG if who == OURS][4:14]
-    assert all(one != other for one, other in itertools.pairwise(first))
+    assert all(number != other for number, other in itertools.pairwise(first))
 
 
 def test_a_peer_that_takes_longer_than_a_lap_is_measured_in_the_first(
     bare: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told(calls: Sequence[Callable[[], object]]) -> Turn:
+    def timed_turn(calls: Sequence[Callable[[], object]]) -> Turn:
         calls[0]()
         return Turn(700.0 if LOG[-1][0] == "torch" else 1e-3, 1, 0, 0, 0.0, 0.0)
 
-    monkeypatch.setattr(measure, "turn", told)
+    monkeypatch.setattr(measure, "turn", timed_turn)
     (record,) = run(CASES[:1], CPU, BUDGET).records
     assert [[*lap.times] for lap in record.laps] == [[OURS, "torch"], [OURS]]
 
 
 def test_a_wrong_result_is_recorded_and_not_timed(bare: None) -> None:
-    found = run(chosen(CASES, ["cpu"], "cpu"), CPU, BUDGET)
-    assert {failure.name: failure.error for failure in found.failures} == {
+    measured = run(chosen(CASES, ["cpu"], "cpu"), CPU, BUDGET)
+    assert {failure.name: failure.error for failure in measured.failures} == {
         "wrong": "AssertionError: ours gives 2, the reference 3",
         "raises": "RuntimeError: no room for 7 bytes",
     }
-    assert "in wrong" in next(failure.trace for failure in found.failures if failure.name == "wrong")
-    assert [record.name for record in found.records] == ["logs, of three inputs", "own rounds", "size"]
+    assert "in wrong" in next(failure.trace for failure in measured.failures if failure.name == "wrong")
+    assert [record.name for record in measured.records] == ["logs, of three inputs", "own rounds", "size"]
     assert not any(who == "wrong" for who, _ in LOG)
-    assert found.not_run == ()
+    assert measured.not_run == ()
 
 
 def test_laps_go_over_all_cases_and_a_size_is_measured_once(bare: None) -> None:
-    heard: list[tuple[str, int]] = []
-    found = run(chosen(CASES, ["cpu"], "cpu"), CPU, BUDGET, tell=lambda name, lap, place: heard.append((name, lap)))
+    laps: list[tuple[str, int]] = []
+    measured = run(chosen(CASES, ["cpu"], "cpu"), CPU, BUDGET, tell=lambda name, lap, place: laps.append((name, lap)))
     names = ["logs, of three inputs", "wrong", "raises", "own rounds", "size"]
     again = ["logs, of three inputs", "own rounds"]
-    assert heard == [*((name, 0) for name in names), *((name, 1) for name in again)]
-    logs, own, size = found.records
+    assert laps == [*((name, 0) for name in names), *((name, 1) for name in again)]
+    logs, own, size = measured.records
     assert [len(lap.times[OURS]) for lap in logs.laps] == [4, 4]
     assert [lap.copy_gb_s for lap in logs.laps] == [10.0, 10.0]
     # of a slow case the least rounds that there have to be
@@ -175,9 +175,9 @@ def test_cases_that_begin_after_the_limit_are_not_run(bare: None) -> None:
     made: list[str] = []
     cases = [counted(made, name) for name in "abcd"]
     # a case looks at the clock once before and four times while it is measured
-    found = run(cases, CPU, Budget(laps=2, rounds=1, seconds=600, limit_s=11), clock=lambda: float(next(ticks)))
-    assert [record.name for record in found.records] == ["a", "b"]
-    assert found.not_run == ("c", "d")
+    measured = run(cases, CPU, Budget(laps=2, rounds=1, seconds=600, limit_s=11), clock=lambda: float(next(ticks)))
+    assert [record.name for record in measured.records] == ["a", "b"]
+    assert measured.not_run == ("c", "d")
     assert made == ["make a", "close a", "make b", "close b"]
 
 
@@ -195,8 +195,8 @@ def test_a_lap_that_does_not_fit_leaves_out_what_costs_most(bare: None, monkeypa
         return made
 
     cases = [case("dear", make(50)), case("cheap", make(2)), case("middle", make(20))]
-    found = run(cases, CPU, Budget(laps=3, rounds=1, seconds=600, limit_s=100), clock=lambda: now[0])
-    assert {record.name: len(record.laps) for record in found.records} == {"dear": 1, "cheap": 3, "middle": 2}
+    measured = run(cases, CPU, Budget(laps=3, rounds=1, seconds=600, limit_s=100), clock=lambda: now[0])
+    assert {record.name: len(record.laps) for record in measured.records} == {"dear": 1, "cheap": 3, "middle": 2}
 
 
 def test_an_interrupt_returns_what_was_measured(bare: None) -> None:
@@ -204,8 +204,8 @@ def test_an_interrupt_returns_what_was_measured(bare: None) -> None:
         raise KeyboardInterrupt
 
     made: list[str] = []
-    found = run([counted(made, "a"), case("b", interrupt), counted(made, "c")], CPU, BUDGET)
-    assert [record.name for record in found.records] == ["a"] and found.not_run == ("b", "c")
+    measured = run([counted(made, "a"), case("b", interrupt), counted(made, "c")], CPU, BUDGET)
+    assert [record.name for record in measured.records] == ["a"] and measured.not_run == ("b", "c")
     assert made == ["make a", "close a"]
 
 
@@ -215,8 +215,8 @@ def test_a_setup_is_closed_also_where_its_calls_raise(bare: None) -> None:
 
     made: list[str] = []
     ready = Ready(calls=[fail], close=lambda: made.append("close"))
-    found = run([case("a", lambda setting: ready)], CPU, BUDGET)
-    assert made == ["close"] and found.failures[0].error == "ValueError: broken" and not found.records
+    measured = run([case("a", lambda setting: ready)], CPU, BUDGET)
+    assert made == ["close"] and measured.failures[0].error == "ValueError: broken" and not measured.records
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_a_setup_is_closed_also_where_its_calls_raise(bare: None) -> None:
     ],
 )
 def test_a_case_without_measurements_of_ours_fails(bare: None, ready: Ready, error: str) -> None:
-    found = run([case("a", lambda setting: ready)], CPU, BUDGET)
-    assert found.failures[0].error.startswith(error)
+    measured = run([case("a", lambda setting: ready)], CPU, BUDGET)
+    assert measured.failures[0].error.startswith(error)
 
 
 def test_no_garbage_is_collected_while_calls_are_timed(bare: None) -> None:
@@ -238,8 +238,8 @@ def test_no_garbage_is_collected_while_calls_are_timed(bare: None) -> None:
 
 
 def test_yardsticks_are_timed_in_the_same_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run([case("a", lambda setting: Ready(calls=logged(OURS, 1)))], Setting(small=True), Budget(1, rounds=2))
-    (lap,) = found.records[0].laps
+    measured = run([case("a", lambda setting: Ready(calls=logged(OURS, 1)))], Setting(small=True), Budget(1, rounds=2))
+    (lap,) = measured.records[0].laps
     assert {who: len(series) for who, series in lap.times.items()} == {OURS: 2, "python": 2, "memory": 2}
     assert lap.copy_gb_s is not None and lap.copy_gb_s > 0
 
@@ -258,9 +258,9 @@ def test_what_other_threads_lose_counts_only_where_they_work() -> None:
 
 def test_a_turn_makes_all_its_calls_and_tells_the_time_of_one() -> None:
     calls: list[Call] = [*logged("a", 3), *logged("b", 1)]
-    told = turn(calls)
+    timing = turn(calls)
     assert LOG == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
-    assert told.calls == 4 and told.seconds > 0 and told.own_switches >= 0
+    assert timing.calls == 4 and timing.seconds > 0 and timing.own_switches >= 0
 
 
 def test_disturbed_turns_are_left_out_where_enough_others_remain() -> None:
@@ -278,15 +278,18 @@ def test_disturbed_turns_are_left_out_where_enough_others_remain() -> None:
 
 
 def test_cases_are_chosen_by_suite_device_and_expression() -> None:
-    assert [one.name for one in chosen(CASES, ["full"], "cpu", "^lookup: ")][-1] == "full only"
-    assert [one.name for one in chosen(CASES, ["cpu", "full"], "cpu", "package")] == ["own rounds", "size"]
-    for suites, device, only, said in [
+    assert [chosen_case.name for chosen_case in chosen(CASES, ["full"], "cpu", "^lookup: ")][-1] == "full only"
+    assert [chosen_case.name for chosen_case in chosen(CASES, ["cpu", "full"], "cpu", "package")] == [
+        "own rounds",
+        "size",
+    ]
+    for suites, device, only, message in [
         (["gpu"], "cpu", "", "there is no suite 'gpu': did you mean 'cpu'?"),
         (["cpu"], "cpu", "(", "is no regular expression"),
         (["cpu"], "cpu", "nothing", "no case for cpu has 'nothing' in its group and name"),
         (["ebc"], "cpu", "", "of the suites ebc no case for cpu is there"),
     ]:
-        with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        with pytest.raises(ValueError, match=message.replace("(", r"\(")):
             chosen(CASES, suites, device, only)
 
 
@@ -294,8 +297,12 @@ def test_the_suite_has_names_that_pytest_and_people_can_tell_apart() -> None:
     from shardwise.perf.suite.case import DEVICES, SUITES
     from shardwise.perf.suite.cases import CASES as suite
 
-    names = [one.name for one in suite if suite is not perf_fake_cases.CASES]
+    names = [suite_case.name for suite_case in suite if suite is not perf_fake_cases.CASES]
     assert len(set(names)) == len(names)
-    for one in suite:
-        assert one.name.isascii() and one.name.isprintable() and not {"[", "]"} & {*one.name}, one.name
-        assert one.suites <= {*SUITES} and one.devices <= {*DEVICES} and one.unit in ("s", "bytes"), one.name
+    for suite_case in suite:
+        assert suite_case.name.isascii() and suite_case.name.isprintable() and not {"[", "]"} & {*suite_case.name}, (
+            suite_case.name
+        )
+        assert (
+            suite_case.suites <= {*SUITES} and suite_case.devices <= {*DEVICES} and suite_case.unit in ("s", "bytes")
+        ), suite_case.name

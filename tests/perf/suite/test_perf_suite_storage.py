@@ -42,14 +42,14 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_was_saved_is_loaded(path: Path) -> None:
-    found = load(path)
-    assert found.measured == MEASURED
-    assert found.machine == machine.described("cpu", 2)
-    assert found.about["suites"] == ["cpu"] and found.about["load"] == 0.5
-    assert found.about["commit"] == machine.commit_info()["id"]
-    assert compare(found, found).good
+    run = load(path)
+    assert run.measured == MEASURED
+    assert run.machine == machine.described("cpu", 2)
+    assert run.about["suites"] == ["cpu"] and run.about["load"] == 0.5
+    assert run.about["commit"] == machine.commit_info()["id"]
+    assert compare(run, run).good
     # nothing but the file is left of writing it
-    assert [one.name for one in path.parent.iterdir()] == ["a.json"]
+    assert [file.name for file in path.parent.iterdir()] == ["a.json"]
 
 
 def test_a_file_says_what_follows_from_its_times(path: Path) -> None:
@@ -69,15 +69,15 @@ def test_a_file_says_what_follows_from_its_times(path: Path) -> None:
 def test_pytest_benchmark_reads_the_file(path: Path) -> None:
     storage = pytest.importorskip("pytest_benchmark.storage.file")
     stats = pytest.importorskip("pytest_benchmark.stats")
-    (found,) = storage.FileStorage(str(path.parent), logger=None).load_benchmarks(str(path))
-    assert found["group"] == "lookup" and found["name"] == "test_case[pooled_lookup, small]"
-    assert found["fullname"] == f"{TEST}[pooled_lookup, small]"
-    theirs = stats.Stats()
-    for seconds in found["data"]:
-        theirs.update(seconds)
-    assert {*theirs.as_dict()} <= {*found}
+    (benchmark,) = storage.FileStorage(str(path.parent), logger=None).load_benchmarks(str(path))
+    assert benchmark["group"] == "lookup" and benchmark["name"] == "test_case[pooled_lookup, small]"
+    assert benchmark["fullname"] == f"{TEST}[pooled_lookup, small]"
+    benchmark_stats = stats.Stats()
+    for seconds in benchmark["data"]:
+        benchmark_stats.update(seconds)
+    assert {*benchmark_stats.as_dict()} <= {*benchmark}
     for field in ("min", "max", "mean", "stddev", "rounds", "median", "total", "ops"):
-        assert found[field] == pytest.approx(theirs.as_dict()[field]), field
+        assert benchmark[field] == pytest.approx(benchmark_stats.as_dict()[field]), field
 
 
 def foreign(path: Path, with_data: bool) -> Path:
@@ -95,16 +95,16 @@ def foreign(path: Path, with_data: bool) -> Path:
 
 @pytest.mark.parametrize("with_data", [True, False])
 def test_files_of_other_benchmarks_are_read(tmp_path: Path, with_data: bool) -> None:
-    found = load(foreign(tmp_path / "b.json", with_data))
-    (one,) = found.measured.records
-    assert one.name == "b.py::test_x" and record.median(one) == 1.2e-3
-    assert record.relative_iqr(record.values(one)) == pytest.approx(0.25)
-    assert found.machine["device_name"] == "a CPU" and found.about["commit"] == "abc"
-    assert compare(found, found).good
+    run = load(foreign(tmp_path / "b.json", with_data))
+    (only_record,) = run.measured.records
+    assert only_record.name == "b.py::test_x" and record.median(only_record) == 1.2e-3
+    assert record.relative_iqr(record.values(only_record)) == pytest.approx(0.25)
+    assert run.machine["device_name"] == "a CPU" and run.about["commit"] == "abc"
+    assert compare(run, run).good
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("no JSON at all", "is no JSON"),
         ("[1, 2]", "holds no measurements"),
@@ -124,12 +124,12 @@ def test_files_of_other_benchmarks_are_read(tmp_path: Path, with_data: bool) -> 
         ('{"benchmarks": [], "machine_info": 3}', "is damaged"),
     ],
 )
-def test_what_is_no_such_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_no_such_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="bad.json") as raised:
         load(path)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_bytes_that_are_no_text_and_a_missing_file_are_refused(tmp_path: Path) -> None:
@@ -149,10 +149,10 @@ def test_statistics_are_those_of_the_turns_that_count() -> None:
     assert record.floor_s(graphs) is None and record.percent_of_copy(graphs) is None
 
 
-def graphed(ours: float, replay: float, moved: float = 1e6) -> Record:
+def graphed(own: float, replay: float, moved: float = 1e6) -> Record:
     """Of a GPU: FBGEMM was captured and torch was not."""
     times = {
-        OURS: [ours] * 4, "fbgemm": [4e-3] * 4, "torch": [6e-3] * 4,
+        OURS: [own] * 4, "fbgemm": [4e-3] * 4, "torch": [6e-3] * 4,
         OURS + record.GRAPH: [replay] * 4, f"fbgemm{record.GRAPH}": [2e-3] * 4,
     }  # fmt: skip
     lap = Lap(times, {}, 4000.0, {f"torch{record.GRAPH}": "RuntimeError: it waits"})
@@ -170,7 +170,7 @@ def test_replays_are_a_record_of_their_own() -> None:
     assert replays.notes == {"no graph of torch": "RuntimeError: it waits"}
     assert record.gb_per_s(eager) == pytest.approx(0.5) and record.gb_per_s(replays) == pytest.approx(2.0)
     lost = Record("lost", "lookup", (Lap({OURS: [1.0]}, notes={OURS + record.GRAPH: "no"}),))
-    assert [one.notes for one in record.split([lost])] == [{"no graph": "no"}]
+    assert [graph_record.notes for graph_record in record.split([lost])] == [{"no graph": "no"}]
 
 
 def test_a_slower_replay_is_a_regression_though_eager_calls_are_as_before(tmp_path: Path) -> None:
@@ -179,8 +179,8 @@ def test_a_slower_replay_is_a_regression_though_eager_calls_are_as_before(tmp_pa
         path = tmp_path / f"{name}.json"
         save(path, Measured((graphed(2e-3, replay),)), machine_info=machine.machine_info("cpu", 2))
         stored.append(load(path))
-    found = compare(*stored)
-    assert [verdict.name for verdict in found.of("slower")] == ["lookup, graph"]
-    assert [verdict.name for verdict in found.of("same")] == ["lookup"]
+    comparison = compare(*stored)
+    assert [verdict.name for verdict in comparison.of("slower")] == ["lookup, graph"]
+    assert [verdict.name for verdict in comparison.of("same")] == ["lookup"]
     printed = [row.cells["median"] for row in rows(stored[:1])]
     assert printed == ["2 ms", "500 us"]

@@ -44,12 +44,12 @@ def test_on_a_cpu_settings_are_tuned_written_and_found_again(tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     content = json.loads(out.read_text())
     assert (content["device"], content["architecture"]) == (configs.cpu_name(), "cpu")
-    found = {one["setting"]: one["value"] for one in content["cpu"]}
-    assert found and all(name.startswith("lookup_") for name in found)
-    assert all(one["threads"] == torch.get_num_threads() and one["us"]["best"] > 0 for one in content["cpu"])
-    assert all(name in result.output for name in found)
+    values = {entry["setting"]: entry["value"] for entry in content["cpu"]}
+    assert values and all(name.startswith("lookup_") for name in values)
+    assert all(entry["threads"] == torch.get_num_threads() and entry["us"]["best"] > 0 for entry in content["cpu"])
+    assert all(name in result.output for name in values)
     use_configs(out)
-    assert {name: configs.cpu(name, -1) for name in found} == found
+    assert {name: configs.cpu(name, -1) for name in values} == values
 
 
 def test_a_second_run_keeps_what_is_there_unless_told_again(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_second_run_keeps_what_is_there_unless_told_again(tmp_path: Path) -> N
     assert f"{kept} entries" in result.output
     after = json.loads(out.read_text())["cpu"]
     assert len(after) == kept + 1 and content["cpu"][-1] in after
-    assert all(one.get("us", {"best": 1})["best"] > 0 for one in after)
+    assert all(entry.get("us", {"best": 1})["best"] > 0 for entry in after)
 
 
 def test_ctrl_c_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_ctrl_c_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tuner_cpu, "tune", tune_once)
     result = run("--device", "cpu", "--small", "--out", out)
     assert result.exit_code == 0 and "1 entries until Ctrl-C" in result.output
-    assert [one["setting"] for one in json.loads(out.read_text())["cpu"]] == names
+    assert [entry["setting"] for entry in json.loads(out.read_text())["cpu"]] == names
 
 
 def test_a_used_up_budget_ends_the_run_and_half_an_entry_is_not_written(tmp_path: Path) -> None:
@@ -198,11 +198,11 @@ def test_keys_of_jobs_are_those_that_launches_look_up(monkeypatch: pytest.Monkey
     """A key that no launch asks for would be tuned in vain."""
     asked: set[tuple[Any, ...]] = set()
 
-    def found(kernel: str, dtype: Any, width: int, length: int, device: torch.device) -> None:
+    def tuned_entry(kernel: str, dtype: Any, width: int, length: int, device: torch.device) -> None:
         asked.add((kernel, configs.dtype_name(dtype), width, length))
 
-    found.cache_clear = lambda: None  # type: ignore[attr-defined]
-    monkeypatch.setattr(configs, "_found", found)
+    tuned_entry.cache_clear = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setattr(configs, "_found", tuned_entry)
     jobs = jobs_of([equal("", 2, 30, 16, 4, 3)], ["fp32", "fp16", "int8", "int4"])
     assert {job.key.kernel for job in jobs} == set(KERNELS)
     for job in jobs:
@@ -280,10 +280,10 @@ def test_an_entry_that_fails_is_told_of_and_the_next_is_tuned(tmp_path: Path, mo
 
     monkeypatch.setattr(tuner, "tune", failing)
     file = tuner.File(tmp_path / "mine.json", "a GPU", "sm_90")
-    found = list(tuner.tune_all(jobs, "cpu", file=file, repeats=1, rounds=1, seconds=60))
-    assert [one.failed for one in found] == [True, False] and found[1].ratio == 2.0
-    assert found[0].dropped == (f"{jobs[0]}: not tuned: RuntimeError: an illegal instruction",)
-    assert [one["kernel"] for one in json.loads(file.path.read_text())["entries"]] == ["gather"]
+    outcomes = list(tuner.tune_all(jobs, "cpu", file=file, repeats=1, rounds=1, seconds=60))
+    assert [outcome.failed for outcome in outcomes] == [True, False] and outcomes[1].ratio == 2.0
+    assert outcomes[0].dropped == (f"{jobs[0]}: not tuned: RuntimeError: an illegal instruction",)
+    assert [entry["kernel"] for entry in json.loads(file.path.read_text())["entries"]] == ["gather"]
 
 
 @pytest.mark.parametrize(("failing", "status"), [(1, 0), (2, 1)])

@@ -42,7 +42,9 @@ def written(path: Path, *entries: dict[str, Any], of: tuple[str, str] = OWN, **m
     return path
 
 
-def found(length: int = 32, dim: int = 128, dtype: torch.dtype = torch.float32, kernel: str = "pooled_lookup") -> Any:
+def launch_config(
+    length: int = 32, dim: int = 128, dtype: torch.dtype = torch.float32, kernel: str = "pooled_lookup"
+) -> Any:
     rows = torch.empty(0, dtype=dtype)
     return configs.gather_tile(kernel, rows, dim, min(dim & -dim, 16 // rows.itemsize), length)
 
@@ -51,7 +53,7 @@ HEURISTIC = gather_tile(128, 4, 4)
 
 
 def test_without_a_file_the_heuristic_serves() -> None:
-    assert found() == HEURISTIC != (2, 128, 2)
+    assert launch_config() == HEURISTIC != (2, 128, 2)
 
 
 @pytest.mark.parametrize(
@@ -72,20 +74,20 @@ def test_without_a_file_the_heuristic_serves() -> None:
 )
 def test_an_entry_is_for_its_key(key: dict[str, Any], asked: dict[str, Any], used: bool, tmp_path: Path) -> None:
     use_configs(written(tmp_path / "a.json", entry(**key)))
-    assert (found(**asked) == (2, 128, 2)) == used
+    assert (launch_config(**asked) == (2, 128, 2)) == used
 
 
 def test_this_device_comes_before_its_architecture_and_the_same_length_before_the_nearest(tmp_path: Path) -> None:
     rows = {name: {**TILE, "rows": n} for n, name in ((1, "far"), (2, "other"), (4, "near"), (8, "exact"))}
     written(tmp_path / "a.json", entry(rows["far"]), of=FAR)
     use_configs(tmp_path)
-    assert found() == HEURISTIC
+    assert launch_config() == HEURISTIC
     for number, (name, key, device) in enumerate(
         [("other", {}, OTHER), ("near", {"length": 64}, OWN), ("exact", {}, OWN)]
     ):
         written(tmp_path / f"b{number}.json", entry(rows[name], **key), of=device)
         configs.forget()
-        assert found()[0] == rows[name]["rows"], name
+        assert launch_config()[0] == rows[name]["rows"], name
 
 
 def test_an_empty_config_stands_for_the_heuristic(tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_an_empty_config_stands_for_the_heuristic(tmp_path: Path) -> None:
     written(tmp_path / "a.json", entry({}))
     written(tmp_path / "b.json", entry(), of=OTHER)
     use_configs(tmp_path)
-    assert found() == HEURISTIC
+    assert launch_config() == HEURISTIC
 
 
 @pytest.mark.parametrize(
@@ -102,8 +104,8 @@ def test_an_empty_config_stands_for_the_heuristic(tmp_path: Path) -> None:
         "{", "[]", "{}", '{"shardwise_tuned": 2}', '{"shardwise_tuned": 1, "device": 3}',
         '{"shardwise_tuned": 1, "device": "a", "architecture": "b", "entries": {}}',
         *(
-            json.dumps({"shardwise_tuned": 1, "device": OWN[0], "architecture": OWN[1], "entries": [one]})
-            for one in (
+            json.dumps({"shardwise_tuned": 1, "device": OWN[0], "architecture": OWN[1], "entries": [tuned_entry]})
+            for tuned_entry in (
                 entry({**TILE, "rows": 3}), entry({**TILE, "rows": 1 << 20}), entry({**TILE, "rows": True}),
                 entry({"rows": 2}), entry({**TILE, "chunks": 2}), entry([]), entry(kernel="softmax"), entry(dim=100),
                 entry({"chunks": 2}, kernel="update"), entry(length=0), entry(triton=None), {},
@@ -124,12 +126,12 @@ def test_a_file_that_is_no_good_is_warned_of_once_and_left_out(content: str, tmp
     written(tmp_path / "good.json", entry(dim=64, kernel="gather"))
     use_configs(tmp_path)
     with pytest.warns(UserWarning, match=r"the tuned configs of .*bad.json are not used: ") as caught:
-        assert found() == HEURISTIC
+        assert launch_config() == HEURISTIC
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert found(dim=64) == gather_tile(64, 4, 4)
-        assert found(dim=64, kernel="gather") == (2, 128, 2)
+        assert launch_config(dim=64) == gather_tile(64, 4, 4)
+        assert launch_config(dim=64, kernel="gather") == (2, 128, 2)
 
 
 def test_a_path_that_is_not_there_is_refused_and_one_of_the_environment_is_warned_of(
@@ -140,10 +142,10 @@ def test_a_path_that_is_not_there_is_refused_and_one_of_the_environment_is_warne
     monkeypatch.setattr(_op, "TUNED", str(tmp_path / "mystery.json"))
     configs.forget()
     with pytest.warns(UserWarning, match="no tuned configs at "):
-        assert found() == HEURISTIC
+        assert launch_config() == HEURISTIC
     monkeypatch.setattr(_op, "TUNED", str(written(tmp_path / "there.json", entry())))
     configs.forget()
-    assert found() == (2, 128, 2)
+    assert launch_config() == (2, 128, 2)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +161,8 @@ def test_an_update_takes_only_chunks_that_leave_a_rows_columns_to_the_same_threa
 ) -> None:
     heuristic, align = update_tile(dim), min(dim & -dim, 4)
     with configs.forced({"update sgd": {"chunks": chunks, "programs": 512}}):
-        found = configs.update_tile("sgd", heuristic, 2112, torch.float32, align, HERE)
-        assert found == (*scaled, 512)
+        chosen_tile = configs.update_tile("sgd", heuristic, 2112, torch.float32, align, HERE)
+        assert chosen_tile == (*scaled, 512)
         assert configs.update_tile("adam", heuristic, 2112, torch.float32, align, HERE) == (*heuristic, 2112)
 
 
@@ -172,8 +174,8 @@ def test_settings_of_the_cpu_path_are_those_of_this_cpu_and_number_of_threads(tm
     elsewhere = [{"setting": "lookup_short", "threads": threads, "value": 7}]
     written(tmp_path / "b.json", of=("another CPU", "cpu"), cpu=elsewhere)
     use_configs(tmp_path)
-    found = [configs.cpu(setting, 5) for setting in ("update_tasks", "update_long", "lookup_short")]
-    assert found == [1000, 5, 5]
+    settings = [configs.cpu(setting, 5) for setting in ("update_tasks", "update_long", "lookup_short")]
+    assert settings == [1000, 5, 5]
 
 
 def test_names_of_files_come_from_names_of_devices() -> None:

@@ -52,11 +52,11 @@ def _price(
 
 
 def test_ids_and_lengths_come_from_the_other_ranks() -> None:
-    found = _price(_way("table_wise", 4), intra_gb_s=1.0)
+    price = _price(_way("table_wise", 4), intra_gb_s=1.0)
     # 4 bytes an id, 4 a length, 3 of 4 ranks are others
-    assert found["input_comms"] == pytest.approx((4 * 4 * IDS + 4 * 4 * B) * 3 / 4 * MS)
-    assert found["fwd_comms"] == pytest.approx(4 * B * DIM * 4 * 3 / 4 * MS)
-    assert found["bwd_comms"] == pytest.approx(found["fwd_comms"])
+    assert price["input_comms"] == pytest.approx((4 * 4 * IDS + 4 * 4 * B) * 3 / 4 * MS)
+    assert price["fwd_comms"] == pytest.approx(4 * B * DIM * 4 * 3 / 4 * MS)
+    assert price["bwd_comms"] == pytest.approx(price["fwd_comms"])
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_ids_and_lengths_come_from_the_other_ranks() -> None:
 )
 def test_weights_and_large_tables_double_the_bytes_of_an_id(table: Table, factor: int) -> None:
     way = _way("table_wise", 4, rows=table.num_embeddings)
-    found = _price(way, table, intra_gb_s=1.0)["input_comms"]
-    assert found == pytest.approx((factor * 4 * IDS + 4 * 4 * B) * 3 / 4 * MS)
+    input_ms = _price(way, table, intra_gb_s=1.0)["input_comms"]
+    assert input_ms == pytest.approx((factor * 4 * IDS + 4 * 4 * B) * 3 / 4 * MS)
 
 
 def test_ranks_of_other_hosts_are_reached_at_the_bandwidth_between_hosts() -> None:
@@ -97,9 +97,9 @@ def test_a_lookup_reads_each_row_once_from_memory_and_then_from_caches() -> None
     ],
 )
 def test_a_count_is_paid_for_by_its_constant(constant: str, part: str, each: float) -> None:
-    found = _price(_way("table_wise", 4), **_one(constant))
-    assert found.pop(part) == pytest.approx(each * MS)
-    assert max(other.max() for other in found.values()) < 1e-12
+    price = _price(_way("table_wise", 4), **_only_constant(constant))
+    assert price.pop(part) == pytest.approx(each * MS)
+    assert max(other.max() for other in price.values()) < 1e-12
 
 
 def test_sources_divide_ids_for_row_ranges_and_add_partial_sums() -> None:
@@ -122,28 +122,28 @@ def test_sums_that_are_added_in_a_host_leave_it_once() -> None:
 
 def test_replicas_take_the_ids_and_gradients_of_all_and_look_up_their_own() -> None:
     way = _way("data_parallel", 4)
-    found = _price(way, intra_gb_s=1.0)
-    np.testing.assert_allclose(found["bwd_comms"], np.full((1, 4), 4 * B * DIM * 4 * 3 / 4 * MS))
-    assert not found["fwd_comms"].any()
+    price = _price(way, intra_gb_s=1.0)
+    np.testing.assert_allclose(price["bwd_comms"], np.full((1, 4), 4 * B * DIM * 4 * 3 / 4 * MS))
+    assert not price["fwd_comms"].any()
     np.testing.assert_allclose(_price(way, id_ns=1.0)["fwd_compute"], np.full((1, 4), IDS * MS))
     np.testing.assert_allclose(_price(way, update_id_ns=1.0)["bwd_compute"], np.full((1, 4), 4 * IDS * MS))
 
 
 def test_dense_gradients_of_all_rows_go_around_a_ring() -> None:
     dense = replace(TABLE, optimizer=None)
-    found = _price(_way("data_parallel", 4), dense, intra_gb_s=1.0)
-    np.testing.assert_allclose(found["bwd_comms"], np.full((1, 4), 2 * ROWS * DIM * 4 * 3 / 4 * MS))
-    assert not found["input_comms"].any()
+    price = _price(_way("data_parallel", 4), dense, intra_gb_s=1.0)
+    np.testing.assert_allclose(price["bwd_comms"], np.full((1, 4), 2 * ROWS * DIM * 4 * 3 / 4 * MS))
+    assert not price["input_comms"].any()
 
 
 def test_rows_of_sequences_travel_one_for_each_id() -> None:
     rows = replace(TABLE, pooled=False)
-    found = _price(_way("table_wise", 4), rows, intra_gb_s=1.0)
-    assert found["fwd_comms"] == pytest.approx(4 * IDS * DIM * 4 * 3 / 4 * MS)
+    price = _price(_way("table_wise", 4), rows, intra_gb_s=1.0)
+    assert price["fwd_comms"] == pytest.approx(4 * IDS * DIM * 4 * 3 / 4 * MS)
     # a number for each rank's ids instead of a length for each bag
-    assert found["input_comms"] == pytest.approx((4 * 4 * IDS + 4 * 4) * 3 / 4 * MS)
+    assert price["input_comms"] == pytest.approx((4 * 4 * IDS + 4 * 4) * 3 / 4 * MS)
     by_rows = _price(_way("row_wise", 4), rows, intra_gb_s=1.0)["fwd_comms"]
-    assert by_rows.sum() == pytest.approx(found["fwd_comms"].sum())
+    assert by_rows.sum() == pytest.approx(price["fwd_comms"].sum())
 
 
 def _real(kind: str, world: int = 4, table: Table = TABLE, blocks: int = 1, local: int | None = None) -> Choice:
@@ -151,7 +151,7 @@ def _real(kind: str, world: int = 4, table: Table = TABLE, blocks: int = 1, loca
     return cost.price(table, _way(kind, world, blocks, table.num_embeddings))
 
 
-def _one(constant: str) -> dict[str, Any]:
+def _only_constant(constant: str) -> dict[str, Any]:
     return {constant: 1.0}
 
 
@@ -160,7 +160,8 @@ def _one(constant: str) -> dict[str, Any]:
 def test_column_shards_move_together_what_the_whole_table_moves(constant: str, part: str) -> None:
     table = replace(TABLE, optimizer="Adagrad")
     whole, cut = (
-        _price(_way(kind, 4, n), table, **_one(constant))[part] for kind, n in (("table_wise", 1), ("column_wise", 4))
+        _price(_way(kind, 4, n), table, **_only_constant(constant))[part]
+        for kind, n in (("table_wise", 1), ("column_wise", 4))
     )
     assert cut.sum() == pytest.approx(whole.sum())
 
@@ -170,7 +171,7 @@ def test_column_shards_move_together_what_the_whole_table_moves(constant: str, p
 def test_row_shards_look_up_together_what_the_whole_table_does(constant: str, skew: Skew) -> None:
     table = replace(TABLE, skew=skew)
     whole, cut = (
-        sum(p.sum() for p in _price(_way(kind, 4), table, **_one(constant)).values())
+        sum(p.sum() for p in _price(_way(kind, 4), table, **_only_constant(constant)).values())
         for kind in ("table_wise", "row_wise")
     )
     assert cut == pytest.approx(whole, rel=5e-3)
@@ -207,7 +208,9 @@ def test_a_faster_machine_takes_no_longer(kind: str) -> None:
         value = getattr(constants, name)
         faster = constants.with_(**{name: value * 2 if name.endswith("_gb_s") else value / 2})
         topology, way = Topology(4, "cpu", local_world_size=2), _way(kind, 4)
-        before, after = (ShardwiseCost(topology, B, one).price(TABLE, way).work_ms for one in (constants, faster))
+        before, after = (
+            ShardwiseCost(topology, B, machine).price(TABLE, way).work_ms for machine in (constants, faster)
+        )
         assert after <= before
 
 
@@ -225,8 +228,8 @@ def test_every_rank_pays_for_its_own_batch_whatever_the_plan() -> None:
 
 
 def test_a_batch_size_of_a_feature_goes_before_that_of_the_model() -> None:
-    mine = replace(TABLE, features=(Feature("f", LENGTH, batch_size=3 * B),))
-    assert _price(_way("table_wise", 4), mine, id_ns=1.0)["fwd_compute"] == pytest.approx(3 * 4 * IDS * MS)
+    table = replace(TABLE, features=(Feature("f", LENGTH, batch_size=3 * B),))
+    assert _price(_way("table_wise", 4), table, id_ns=1.0)["fwd_compute"] == pytest.approx(3 * 4 * IDS * MS)
 
 
 def test_tables_that_differ_by_name_alone_share_a_price() -> None:
@@ -321,8 +324,8 @@ def test_kernels_are_compiled_for_every_card_that_is_offered() -> None:
 
 def test_faster_links_and_memory_make_a_card_faster() -> None:
     for slow, fast in (("l4", "a10"), ("a10", "l40s"), ("l40s", "a100-80-pcie"), ("a100-80", "h100"), ("h200", "b200")):
-        one, other = CARDS[slow].constants, CARDS[fast].constants
-        assert one.row_gb_s < other.row_gb_s and one.intra_gb_s <= other.intra_gb_s
+        slower, other = CARDS[slow].constants, CARDS[fast].constants
+        assert slower.row_gb_s < other.row_gb_s and slower.intra_gb_s <= other.intra_gb_s
     assert CARDS["a100-80-pcie"].constants.intra_gb_s < CARDS["a100-80"].constants.intra_gb_s / 9
 
 
@@ -343,21 +346,21 @@ def test_a_power_law_sums_over_all_ids(rows: int, alpha: float, shift: float, dr
     parts = tuple(max(0, min(block, rows - block * part)) for part in range(3))
     cuts = [slice(low, low + size) for low, size in zip(np.cumsum([0, *parts]), parts, strict=False)]
     skew = Skew(alpha, shift, sorted_ids=True)
-    lookups, found = shares(rows, draws, skew, parts)
+    lookups, distinct = shares(rows, draws, skew, parts)
     assert distinct_ids(rows, draws, skew) == pytest.approx(seen.sum(), rel=2e-3)
     np.testing.assert_allclose(lookups, [mass[cut].sum() for cut in cuts], atol=2e-3)
-    np.testing.assert_allclose(found, [seen[cut].sum() for cut in cuts], atol=2e-3 * seen.sum())
+    np.testing.assert_allclose(distinct, [seen[cut].sum() for cut in cuts], atol=2e-3 * seen.sum())
 
 
 def test_ids_that_are_not_sorted_fall_on_rows_evenly() -> None:
-    lookups, found = shares(100, 1000, Skew(1.1), (60, 40))
+    lookups, distinct = shares(100, 1000, Skew(1.1), (60, 40))
     np.testing.assert_allclose(lookups, [0.6, 0.4])
-    np.testing.assert_allclose(found, np.array([0.6, 0.4]) * distinct_ids(100, 1000, Skew(1.1)))
+    np.testing.assert_allclose(distinct, np.array([0.6, 0.4]) * distinct_ids(100, 1000, Skew(1.1)))
 
 
 def test_more_skew_means_fewer_different_ids() -> None:
-    found = [distinct_ids(10_000, 20_000, Skew(alpha)) for alpha in (0.0, 0.4, 0.8, 1.2, 2.0)]
-    assert found == sorted(found, reverse=True) and found[-1] < 0.1 * found[0]
+    counts = [distinct_ids(10_000, 20_000, Skew(alpha)) for alpha in (0.0, 0.4, 0.8, 1.2, 2.0)]
+    assert counts == sorted(counts, reverse=True) and counts[-1] < 0.1 * counts[0]
 
 
 def test_no_draws_and_no_rows_have_no_ids() -> None:
@@ -374,38 +377,38 @@ def _tables(optimizer: str | None, pooled: bool = True, dtype: DataType = DataTy
     # rows of sequences share a buffer where they have one width
     dims = (64, 32) if pooled else (64, 64)
     return [
-        Table(f"t{n}", 2001 + n, dim, dtype, mine, pooled, optimizer=optimizer)
-        for n, (dim, mine) in enumerate(zip(dims, features, strict=True))
+        Table(f"t{n}", 2001 + n, dim, dtype, table_features, pooled, optimizer=optimizer)
+        for n, (dim, table_features) in enumerate(zip(dims, features, strict=True))
     ]
 
 
 def _placed(tables: list[Table], kind: str, first: int | None = None) -> list[Placed]:
-    found = []
+    placed = []
     for number, table in enumerate(tables):
         way = way_of(table, kind, Topology(WORLD, "cpu"))
         start = number if first is None else first
         starts = (0,) if way.span > 1 else tuple((start + k) % WORLD for k in range(len(way.widths)))
-        found.append(Placed(table, way, starts))
-    return found
+        placed.append(Placed(table, way, starts))
+    return placed
 
 
 def _predicted(placed: list[Placed], *, step: bool) -> list[int]:
     total = np.zeros(WORLD, np.int64)
-    for one in placed:
-        for width, start in zip(one.way.widths, one.starts, strict=True):
-            ours = step_bytes(one.table, one.way, width, WORLD, BATCH)
+    for item in placed:
+        for width, start in zip(item.way.widths, item.starts, strict=True):
+            num_bytes = step_bytes(item.table, item.way, width, WORLD, BATCH)
             if not step:
-                ours = block_bytes(one.table, one.way, width, WORLD, BATCH) - ours
-            total[start : start + one.way.span] += ours
-    found: list[int] = total.tolist()
-    return found
+                num_bytes = block_bytes(item.table, item.way, width, WORLD, BATCH) - num_bytes
+            total[start : start + item.way.span] += num_bytes
+    per_rank: list[int] = total.tolist()
+    return per_rank
 
 
 def _held(placed: list[Placed]) -> int:
     """Bytes of rows and states on this rank."""
     assert dist.group.WORLD is not None
     step = Step(placed, 4, ShardingEnv.from_process_group(dist.group.WORLD), torch.device("cpu"))
-    groups = [group for one in step.collections() for group in one._tables.all_groups()]
+    groups = [group for collection in step.collections() for group in collection._tables.all_groups()]
     tensors = [tensor for group in groups for tensor in (group.flat, *group.states)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -436,9 +439,9 @@ def _peak(placed: list[Placed]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    found: list[Any] = list(profile.profiler.kineto_results.events())
-    events = [one for one in found if one.name() == "[memory]"]
-    changes = [one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())]
+    kineto_events: list[Any] = list(profile.profiler.kineto_results.events())
+    events = [event for event in kineto_events if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return int(np.cumsum(changes).max())
 
 

@@ -72,8 +72,8 @@ def test_what_the_table_lists_trains(kind: str, kernel: str, pooled: bool) -> No
     module = _collection(pooled)
     made = require_sharder(module).shard(module, _plan(module, kind, kernel), ShardingEnv.from_local(1, 0))
     before = [parameter.detach().clone() for parameter in made.parameters()]
-    found = made(KeyedJaggedTensor(["f"], torch.tensor([3, 4, 3]), lengths=torch.tensor([2, 1])))
-    out = found.values() if pooled else dict(found)["f"].values()
+    embeddings = made(KeyedJaggedTensor(["f"], torch.tensor([3, 4, 3]), lengths=torch.tensor([2, 1])))
+    out = embeddings.values() if pooled else dict(embeddings)["f"].values()
     out.sum().backward()
     trained = [not torch.equal(p, b) or p.grad is not None for p, b in zip(made.parameters(), before, strict=True)]
     assert all(trained) and trained

@@ -122,10 +122,10 @@ def test_the_constraint_of_a_star_holds_for_tables_without_their_own() -> None:
 
 
 def test_what_a_constraint_says_of_ids_is_what_is_priced() -> None:
-    said = ParameterConstraints(
+    item_constraint = ParameterConstraints(
         pooling_factors=[3.0, 7.0], num_poolings=[2.0, 1.0], batch_sizes=[10, 20], is_weighted=True, skew=Skew(1.1)
     )
-    made = planned({"item": said, "user": ParameterConstraints(sharding_types=["table_wise"])})
+    made = planned({"item": item_constraint, "user": ParameterConstraints(sharding_types=["table_wise"])})
     by_name = {table.name: table for table in made.tables}
     assert by_name["item"] == replace(
         TABLES[1],
@@ -226,13 +226,13 @@ class Counted:
 
 
 def test_tables_that_differ_in_names_alone_are_priced_once() -> None:
-    one = Table("a", 1000, 64, features=(Feature("x", 3.0),), module="m")
-    alike = [replace(one, name=f"a{n}", features=(Feature(f"x{n}", 3.0),)) for n in range(50)]
-    other = replace(one, name="b", features=(Feature("y", 4.0),))
+    original = Table("a", 1000, 64, features=(Feature("x", 3.0),), module="m")
+    alike = [replace(original, name=f"a{n}", features=(Feature(f"x{n}", 3.0),)) for n in range(50)]
+    other = replace(original, name="b", features=(Feature("y", 4.0),))
     limited = ParameterConstraints(sharding_types=["table_wise"])
     cost = Counted()
     problem = build_problem([*alike, other], TOPOLOGY, cost, {"a7": limited})
-    ways = len(cost.ways(one))
+    ways = len(cost.ways(original))
     assert cost.asked == 2 * ways + 1
     assert problem.items[0].choices is problem.items[1].choices
     assert len(problem.items[7].choices) == 1 and len(problem.items[50].choices) == ways
@@ -275,9 +275,9 @@ def refused(
         plan_tables(tables, topology, batch_size, constraints=constraints, reserved=reserved)
     error = caught.value
     # the whole point: each suggestion has a plan
-    for one in error.suggestions:
-        made = plan_request(one.request)
-        assert faults(made.problem, made.solution.assignment) == [], one.text
+    for suggestion in error.suggestions:
+        made = plan_request(suggestion.request)
+        assert faults(made.problem, made.solution.assignment) == [], suggestion.text
     return error
 
 
@@ -291,9 +291,9 @@ def test_the_error_says_where_by_how_much_and_what_weighs_most() -> None:
     assert [path for path, _ in error.heaviest] == ["big", "small", "tiny"]
     assert error.heaviest[0][1] == pytest.approx(30 * GIB, rel=1e-3)
     # 35 GiB have 32: the nearest plan lacks at least the difference, and every rank's numbers add up
-    assert sum(one.over_bytes for one in error.overloads) >= 3 * GIB
-    for one in error.overloads:
-        assert one.limit_bytes == 16 * GIB and one.used_bytes == one.limit_bytes + one.over_bytes
+    assert sum(overload.over_bytes for overload in error.overloads) >= 3 * GIB
+    for overload in error.overloads:
+        assert overload.limit_bytes == 16 * GIB and overload.used_bytes == overload.limit_bytes + overload.over_bytes
     worst = error.overloads[0]
     assert f"{worst.over_bytes / GIB:.4g} GiB over on rank {worst.rank}" in str(error)
     assert "'big' 30" in str(error) and "2 ranks together have 32 GiB" in str(error)
@@ -360,8 +360,8 @@ SUGGESTIONS: dict[str, tuple[list[Table], Topology, dict[str, Any], str, str, Ca
 def test_what_would_be_enough_is_suggested(what: str) -> None:
     tables, topology, more, kind, text, asks = SUGGESTIONS[what]
     error = refused(tables, topology, **more)
-    (one, *others) = (one for one in error.suggestions if one.kind == kind)
-    assert one.text == text and asks(one.request)
+    (suggestion, *others) = (suggestion for suggestion in error.suggestions if suggestion.kind == kind)
+    assert suggestion.text == text and asks(suggestion.request)
     # as little as possible: one suggestion of its kind, of one element type
     assert kind != "dtype" or not others
     strict = "because of the strict constraints." if "constraints" in more else "because of insufficient storage."
@@ -378,11 +378,13 @@ def test_what_no_change_can_help_has_no_suggestion() -> None:
 
 def test_the_error_is_plain_data_for_programs() -> None:
     error = refused([table("big", 30), table("small", 4)], gpus(2, 16))
-    said = error.as_dict()
-    assert said["error_type"] == "insufficient_storage"
-    assert [one["text"] for one in said["suggestions"]] == [one.text for one in error.suggestions]
-    assert said["heaviest"][0] == {"table": "big", "bytes": error.heaviest[0][1]}
-    assert said["overloads"][0]["over_bytes"] == error.overloads[0].over_bytes
+    error_data = error.as_dict()
+    assert error_data["error_type"] == "insufficient_storage"
+    assert [entry["text"] for entry in error_data["suggestions"]] == [
+        suggestion.text for suggestion in error.suggestions
+    ]
+    assert error_data["heaviest"][0] == {"table": "big", "bytes": error.heaviest[0][1]}
+    assert error_data["overloads"][0]["over_bytes"] == error.overloads[0].over_bytes
 
 
 def test_advice_is_the_same_each_time() -> None:
@@ -393,6 +395,6 @@ def test_advice_is_the_same_each_time() -> None:
 def test_memory_of_the_host_is_what_a_cpu_lacks() -> None:
     topology = Topology(2, "cpu", ddr_cap=4 * GIB)
     error = refused([table("a", 9)], topology)
-    assert {one.memory for one in error.overloads} == {"DDR"}
-    assert not any(one.kind == "card" for one in error.suggestions)
+    assert {overload.memory for overload in error.overloads} == {"DDR"}
+    assert not any(suggestion.kind == "card" for suggestion in error.suggestions)
     assert np.isclose(dict(error.heaviest)["a"] / GIB, 9, rtol=1e-2)

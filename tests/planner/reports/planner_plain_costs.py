@@ -36,7 +36,7 @@ class PlainCosts:
         world, local = self.topology.world_size, self.topology.local_world_size
         rows, dim = table.num_embeddings, table.embedding_dim
         half = (dim // 2, dim // 2)
-        found = [
+        ways = [
             Way("table_wise", "fused", (dim,), (rows,)),
             Way("row_wise", "fused", (dim,), (-(-rows // world),) * world),
             Way("data_parallel", "dense", (dim,), (rows,) * world, replica=True),
@@ -47,7 +47,7 @@ class PlainCosts:
             Way("grid_shard", "fused", half, (-(-rows // local),) * local),
         ]
         allowed = constraint.sharding_types if constraint else None
-        return [way for way in found if allowed is None or way.sharding_type in allowed]
+        return [way for way in ways if allowed is None or way.sharding_type in allowed]
 
     def price(self, table: Table, way: Way) -> Choice:
         blocks, span = len(way.widths), way.span

@@ -101,8 +101,8 @@ def test_a_choice_keeps_to_the_ranks_of_its_item() -> None:
     planned = some_plan(some_tables(5), 4, local_size=2, hbm_gib=64)
     items = tuple(replace(item, ranks=(2, 3)) for item in planned.problem.items)
     problem = replace(planned.problem, items=items)
-    found = alternatives(replace(planned, problem=problem))
-    for item, ways in found.items():
+    ways_by_item = alternatives(replace(planned, problem=problem))
+    for item, ways in ways_by_item.items():
         current = planned.solution.assignment.choices[item]
         names = {problem.items[item].choices[way.number].sharding_type for way in ways if way.number != current}
         assert not names & {"row_wise", "data_parallel"}
@@ -113,12 +113,12 @@ def test_a_choice_keeps_to_the_ranks_of_its_item() -> None:
 
 def test_pieces_add_up_to_the_loads_of_ranks() -> None:
     planned = some_plan(some_tables(30), 8, local_size=4, hbm_gib=64)
-    held, found = planned.loads, pieces(planned)
+    held, rank_pieces = planned.loads, pieces(planned)
     problem: Problem = planned.problem
-    assert np.allclose([sum(p.time_ms for p in mine) for mine in found] + problem.base_ms, held.time_ms)
-    assert [sum(p.hbm for p in mine) for mine in found] == held.hbm.tolist()
-    assert [sum(p.ddr for p in mine) for mine in found] == held.ddr.tolist()
-    blocks = sum(p.blocks for mine in found for p in mine)
+    assert np.allclose([sum(p.time_ms for p in of_rank) for of_rank in rank_pieces] + problem.base_ms, held.time_ms)
+    assert [sum(p.hbm for p in of_rank) for of_rank in rank_pieces] == held.hbm.tolist()
+    assert [sum(p.ddr for p in of_rank) for of_rank in rank_pieces] == held.ddr.tolist()
+    blocks = sum(p.blocks for of_rank in rank_pieces for p in of_rank)
     chosen = zip(problem.items, planned.solution.assignment.choices, strict=True)
     assert blocks == sum(item.choices[n].blocks * item.choices[n].span for item, n in chosen)
 
@@ -151,7 +151,7 @@ def test_the_header_has_the_step_the_bound_and_what_decided_the_result() -> None
     assert f"{ms(time.max())} ms on the slowest rank (rank {time.argmax()}), predicted; {ms(time.mean())} ms" in text
     assert f"{ms(planned.solution.bound_ms)} ms: no plan within the limits is faster (mean of all ranks)" in text
     assert f"{time.max() / planned.solution.bound_ms - 1:.2%}: no plan can be faster by more than that" in flat(text)
-    for said in (
+    for phrase in (
         "plain",
         "512 samples a rank",
         "32.0 GiB of HBM a rank",
@@ -159,17 +159,17 @@ def test_the_header_has_the_step_the_bound_and_what_decided_the_result() -> None
         "none",
         "every way that PlainCosts",
     ):
-        assert said in text
+        assert phrase in text
 
 
 def test_the_header_has_what_could_be_chosen() -> None:
     rules = {"t3": ParameterConstraints(["row_wise"])}
     planned = some_plan(some_tables(5), 4, local_size=2, hbm_gib=64, constraints=rules)
     assert sum(len(item.choices) for item in planned.problem.items) == 33
-    said = (
+    phrase = (
         "33 ways to place the tables: table_wise, column_wise, row_wise, table_row_wise, table_column_wise, grid_shard"
     )
-    assert f"{said} and data_parallel; kernels dense and fused; 1 table with one way only" in flat(explain(planned))
+    assert f"{phrase} and data_parallel; kernels dense and fused; 1 table with one way only" in flat(explain(planned))
 
 
 def test_an_optimal_plan_says_so() -> None:
@@ -193,7 +193,7 @@ def test_every_table_has_its_place_its_cost_and_why_not_the_next_best() -> None:
     planned = some_plan(some_tables(12), 4, local_size=2, hbm_gib=12)
     text = flat(explain(planned))
     assignment = planned.solution.assignment
-    found = alternatives(planned)
+    ways_by_item = alternatives(planned)
     lacks = 0
     for index, (table, choice, starts) in enumerate(planned.placed()):
         about = re.search(
@@ -203,7 +203,7 @@ def test_every_table_has_its_place_its_cost_and_why_not_the_next_best() -> None:
         held = sorted(start + place for start in starts for place in range(choice.span))
         assert f"on {ranks(held, 4)}: {ms(choice.work_ms)} ms, {gib(int(choice.hbm.sum()))} GiB." in about[0]
         assert f"{choice.sharding_type} {choice.compute_kernel}" in about[0]
-        others = [way for way in found[index] if way.number != assignment.choices[index]]
+        others = [way for way in ways_by_item[index] if way.number != assignment.choices[index]]
         slow = [way.slower_ms for way in others if way.fits]
         if min(slow) >= 1e-3:
             assert f"would be {ms(min(slow))} ms slower" in about[0]
@@ -229,8 +229,8 @@ def test_what_would_be_slower_says_by_how_much_and_why() -> None:
 
 
 def test_equal_tables_are_told_once() -> None:
-    one = some_tables(1)[0]
-    tables = [replace(one, name=f"same{n}") for n in range(9)]
+    table = some_tables(1)[0]
+    tables = [replace(table, name=f"same{n}") for n in range(9)]
     planned = some_plan(
         tables, 3, hbm_gib=64, constraints={t.name: ParameterConstraints(["table_wise"]) for t in tables}
     )
@@ -284,18 +284,18 @@ print(explain(some_plan(some_tables(60), 16, local_size=8, hbm_gib=64)))
 
 @pytest.mark.full
 def test_the_text_does_not_depend_on_the_hash_seed() -> None:
-    said = set()
+    outputs = set()
     for seed in ("0", "1"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": python_path()}
         ran = subprocess.run(
             [sys.executable, "-c", SCRIPT], cwd=TESTS, env=environment, check=True, capture_output=True, text=True
         )
-        said.add(ran.stdout)
-    assert len(said) == 1 and "Plan: 60 tables on 16 ranks" in said.pop()
+        outputs.add(ran.stdout)
+    assert len(outputs) == 1 and "Plan: 60 tables on 16 ranks" in outputs.pop()
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("text", "expected"),
     [
         (ranks([3], 8), "rank 3"),
         (ranks([0, 1, 2, 3, 7], 8), "ranks 0-3, 7"),
@@ -315,8 +315,8 @@ def test_the_text_does_not_depend_on_the_hash_seed() -> None:
         *zip(map(share, (0.0, 1e-6, 1e-4, 0.0112)), ("0.00%", "<0.01%", "0.01%", "1.12%"), strict=True),
     ],
 )
-def test_ranks_are_told_in_runs_and_numbers_with_few_digits(told: str, said: str) -> None:
-    assert told == said
+def test_ranks_are_told_in_runs_and_numbers_with_few_digits(text: str, expected: str) -> None:
+    assert text == expected
 
 
 def test_print_shows_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:

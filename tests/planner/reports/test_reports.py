@@ -41,26 +41,26 @@ def plain() -> Planned:
 def test_equal_plans_have_no_difference() -> None:
     a = some_plan(some_tables(20), 8, local_size=4, hbm_gib=64)
     b = some_plan(some_tables(20), 8, local_size=4, hbm_gib=64)
-    found = diff(a, replace(b, seconds=99.0))
-    assert not found
-    assert str(found) == "no difference: 20 tables placed alike"
-    assert found.tables == () and found.ranks == ()
+    difference = diff(a, replace(b, seconds=99.0))
+    assert not difference
+    assert str(difference) == "no difference: 20 tables placed alike"
+    assert difference.tables == () and difference.ranks == ()
 
 
 def test_a_moved_table_is_told_with_both_places_and_the_ranks_that_change() -> None:
     a = plain()
     b = moved(a, 3, choice_of(a, 3, "table_wise"), (2,))
-    found = diff(a, b)
-    (change,) = found.tables
-    assert found and change.table == "t3" and found.same_tables == 9
+    difference = diff(a, b)
+    (change,) = difference.tables
+    assert difference and change.table == "t3" and difference.same_tables == 9
     assert change.before is not None and change.after is not None
     assert (change.before.ranks, change.after.ranks) == (((0,),), ((2,),))
-    text = str(found)
+    text = str(difference)
     before, after = a.loads, b.loads
     for rank in (0, 2):
         assert f"rank {rank}: {ms(before.time_ms[rank])} -> {ms(after.time_ms[rank])} ms" in text
         assert f"HBM {gib(before.hbm[rank])} -> {gib(after.hbm[rank])} GiB" in text
-        assert found.ranks[rank].after_hbm == after.hbm[rank]
+        assert difference.ranks[rank].after_hbm == after.hbm[rank]
     assert "2 ranks of 4 with other time or memory" in text
     assert f"step: {ms(a.solution.time_ms)} -> {ms(b.solution.time_ms)} ms" in text
 
@@ -70,11 +70,13 @@ def test_another_strategy_is_a_difference(strategy: str) -> None:
     a = plain()
     number = choice_of(a, 5, strategy)
     choice = a.problem.items[5].choices[number]
-    found = diff(a, moved(a, 5, number, (0,) * choice.blocks))
-    (change,) = found.tables
+    difference = diff(a, moved(a, 5, number, (0,) * choice.blocks))
+    (change,) = difference.tables
     assert change.after is not None and change.after.sharding_type == strategy
     assert change.after.widths == choice.widths
-    assert "- table_wise fused on rank 0: " in str(found) and f"+ {strategy} {choice.compute_kernel}" in str(found)
+    assert "- table_wise fused on rank 0: " in str(difference) and f"+ {strategy} {choice.compute_kernel}" in str(
+        difference
+    )
 
 
 def test_blocks_of_one_width_that_change_places_are_no_difference() -> None:
@@ -87,21 +89,21 @@ def test_blocks_of_one_width_that_change_places_are_no_difference() -> None:
 def test_tables_and_ranks_of_one_plan_only_are_told() -> None:
     a = some_plan(some_tables(5), 2, hbm_gib=200)
     b = some_plan(some_tables(6), 4, hbm_gib=200)
-    found = diff(a, b)
-    new = next(change for change in found.tables if change.table == "t5")
+    difference = diff(a, b)
+    new = next(change for change in difference.tables if change.table == "t5")
     assert new.before is None and new.after is not None
-    assert "- not in this plan" in str(found)
-    assert "rank 3: no such rank -> " in str(found)
-    assert found.settings == {"ranks": ("2, 2 to a host", "4, 4 to a host")}
+    assert "- not in this plan" in str(difference)
+    assert "rank 3: no such rank -> " in str(difference)
+    assert difference.settings == {"ranks": ("2, 2 to a host", "4, 4 to a host")}
     gone = next(change for change in diff(b, a).tables if change.table == "t5")
     assert gone.after is None
 
 
 def test_settings_that_differ_are_told_even_where_the_plan_is_the_same() -> None:
     a = plain()
-    found = diff(a, replace(a, settings={**a.settings, "reservation": "15 %"}))
-    assert not found
-    assert str(found) == "no difference: 10 tables placed alike\nreservation: none -> 15 %"
+    difference = diff(a, replace(a, settings={**a.settings, "reservation": "15 %"}))
+    assert not difference
+    assert str(difference) == "no difference: 10 tables placed alike\nreservation: none -> 15 %"
 
 
 def test_the_dict_is_plain_data() -> None:
@@ -146,7 +148,7 @@ def well_formed(page: str) -> set[str]:
 
 
 def charts(page: str) -> list[ElementTree.Element]:
-    return [ElementTree.fromstring(one) for one in re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL)]
+    return [ElementTree.fromstring(chart) for chart in re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL)]
 
 
 def small() -> Planned:
@@ -161,8 +163,8 @@ def test_the_page_is_well_formed_and_fetches_nothing(size: tuple[int, int]) -> N
     # all that url() names is in the page
     assert all(f'id="{name}"' in page for name in re.findall(r"url\(#([\w-]+)\)", page))
     assert len(re.findall(r"url\(", page)) == len(re.findall(r"url\(#", page))
-    for one in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
-        ElementTree.fromstring(one)
+    for chart in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(chart)
     assert page == report(some_plan(some_tables(size[0]), size[1], local_size=min(8, size[1]), hbm_gib=200))
 
 
@@ -190,16 +192,18 @@ def test_every_table_is_in_the_list_with_its_numbers() -> None:
     page = report(planned)
     rows = dict(re.findall(r'<tr class="top"><th scope="row">(\w+)<br>(.*?)(?=<tr class="top">|$)', page, re.DOTALL))
     assert set(rows) == {table.name for table in planned.tables}
-    found = alternatives(planned)
+    ways_by_item = alternatives(planned)
     for index, (table, choice, _) in enumerate(planned.placed()):
         row = rows[table.name]
         assert f"{table.num_embeddings:,} x {table.embedding_dim} fp32" in row
         assert f'<td class="n">{ms(choice.work_ms)}</td><td class="n">{escape(gib(int(choice.hbm.sum())))}</td>' in row
-        for way in found[index]:
+        for way in ways_by_item[index]:
             other = planned.problem.items[index].choices[way.number]
             assert other.sharding_type in row
         best = min(
-            w.slower_ms for w in found[index] if w.fits and w.number != planned.solution.assignment.choices[index]
+            w.slower_ms
+            for w in ways_by_item[index]
+            if w.fits and w.number != planned.solution.assignment.choices[index]
         )
         assert f'<td class="n">{best:+.3f}</td>' in row
 
@@ -227,12 +231,12 @@ def test_hovering_tells_rank_part_and_table() -> None:
     planned = small()
     held = planned.loads
     first, second, *_ = charts(report(planned))
-    titles = [text for one in first.iter("title") for text in [one.text or ""]]
+    titles = [text for title in first.iter("title") for text in [title.text or ""]]
     for rank in range(8):
-        told = ms(held.parts_ms[PARTS.index("fwd_compute"), rank])
-        assert f"rank {rank}, {PART_NAMES['fwd_compute']}: {told} ms" in titles
+        time_text = ms(held.parts_ms[PARTS.index("fwd_compute"), rank])
+        assert f"rank {rank}, {PART_NAMES['fwd_compute']}: {time_text} ms" in titles
     assert any(
-        re.fullmatch(r"rank \d, t\d+: [\d.]+ ms, \w+ \w+(, .*)?", one.text or "") for one in second.iter("title")
+        re.fullmatch(r"rank \d, t\d+: [\d.]+ ms, \w+ \w+(, .*)?", title.text or "") for title in second.iter("title")
     )
     assert all(chart.find("desc") is not None for chart in (first, second))
 
@@ -240,8 +244,8 @@ def test_hovering_tells_rank_part_and_table() -> None:
 def test_memory_shows_the_limit_of_each_rank() -> None:
     planned = small()
     memory = charts(report(planned))[2]
-    assert len([1 for one in memory.iter("rect") if one.get("class") == "well"]) == 8
-    assert len([1 for one in memory.iter("path") if one.get("class") == "limit"]) in (0, 8)
+    assert len([1 for element in memory.iter("rect") if element.get("class") == "well"]) == 8
+    assert len([1 for element in memory.iter("path") if element.get("class") == "limit"]) in (0, 8)
     fullest = int(planned.loads.hbm.argmax())
     assert f"rank {fullest} is the fullest with {gib(planned.loads.hbm[fullest])} of 16.0 GiB" in report(planned)
 
@@ -261,9 +265,14 @@ def test_thin_blocks_are_drawn_as_one_for_each_look() -> None:
     stack = [
         Block(value, look, "", f"{value}") for value, look in ((5, "a"), (0.1, "a"), (0.2, "a"), (0.3, "b"), (4, "b"))
     ]
-    found = merged(stack, 1.0, 40, str)
-    assert [(block.value, block.look) for block in found] == [(5, "a"), (pytest.approx(0.3), "a"), (0.3, "b"), (4, "b")]
-    assert found[1].detail.startswith("2 small blocks, ")
+    blocks = merged(stack, 1.0, 40, str)
+    assert [(block.value, block.look) for block in blocks] == [
+        (5, "a"),
+        (pytest.approx(0.3), "a"),
+        (0.3, "b"),
+        (4, "b"),
+    ]
+    assert blocks[1].detail.startswith("2 small blocks, ")
     assert sum(block.value for block in merged(stack, 0.0, 2, str)) == pytest.approx(9.6)
 
 

@@ -109,16 +109,16 @@ def test_blocks_lie_beside_what_lies_on_all_ranks() -> None:
 def test_exact_solutions_are_those_of_brute_force(kind: str, seeds: range) -> None:
     for seed in seeds:
         problem = random_problem(kind, seed)
-        best, found = oracle.best_time_ms(problem), solve_exactly(problem)
-        assert found.proven, seed
+        best, solution = oracle.best_time_ms(problem), solve_exactly(problem)
+        assert solution.proven, seed
         if best is None:
-            assert found.assignment is None and np.isinf(found.bound_ms), seed
+            assert solution.assignment is None and np.isinf(solution.bound_ms), seed
             continue
-        assert found.assignment is not None and not faults(problem, found.assignment), seed
-        time = float(loads(problem, found.assignment).time_ms.max())
+        assert solution.assignment is not None and not faults(problem, solution.assignment), seed
+        time = float(loads(problem, solution.assignment).time_ms.max())
         assert best * (1 - SLACK) <= time <= best * (1 + 1e-6), seed
-        assert time * (1 - 1e-6) <= found.bound_ms <= best * (1 + SLACK), seed
-        again = solve_exactly(problem, hint=found.assignment)
+        assert time * (1 - 1e-6) <= solution.bound_ms <= best * (1 + SLACK), seed
+        again = solve_exactly(problem, hint=solution.assignment)
         assert again.proven and again.bound_ms <= best * (1 + SLACK), seed
 
 
@@ -128,16 +128,16 @@ def test_a_hint_that_is_not_optimal_is_improved() -> None:
     bad = solve_exactly(whole(1, 1, 1, 1, 1, world=2)).assignment
     assert bad is not None
     bad = type(bad)(bad.choices, ((0,), (0,), (0,), (1,), (1,)))
-    found = solve_exactly(problem, hint=bad)
-    assert found.proven and found.assignment is not None
-    assert loads(problem, found.assignment).time_ms.max() == 9
+    solution = solve_exactly(problem, hint=bad)
+    assert solution.proven and solution.assignment is not None
+    assert loads(problem, solution.assignment).time_ms.max() == 9
 
 
 def test_without_nodes_the_bound_of_the_relaxation_stays() -> None:
     problem = whole(5, 4, 3, 3, 3, world=2)
-    found = solve_exactly(problem, variables=1)
-    assert found.assignment is None and not found.proven
-    assert found.bound_ms == relax(problem).bound_ms == pytest.approx(9, rel=1e-9)
+    solution = solve_exactly(problem, variables=1)
+    assert solution.assignment is None and not solution.proven
+    assert solution.bound_ms == relax(problem).bound_ms == pytest.approx(9, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -191,14 +191,14 @@ def test_two_memories_are_priced_together() -> None:
     score, hbm, ddr = rng.random((3, 12, 5)) + 0.1
     limits = [0.55 * (least.min(axis=1).sum() + least.max(axis=1).sum()) for least in (hbm, ddr)]
     limits = [0.75 * limit for limit in limits]
-    found = least_work(score, ((hbm, limits[0]), (ddr, limits[1])))
+    relaxation = least_work(score, ((hbm, limits[0]), (ddr, limits[1])))
     one_each = np.kron(np.eye(12), np.ones(5))
     exact = optimize.linprog(
         score.ravel(), np.stack([hbm.ravel(), ddr.ravel()]), limits, one_each, np.ones(12), bounds=(0, 1)
     )
     assert exact.status == 0
-    assert found.value_ms == pytest.approx(exact.fun, rel=1e-7) and found.value_ms <= exact.fun * (1 + SLACK)
-    assert min(found.prices) > 0 and (found.mix.sum(axis=1) == pytest.approx(1))
+    assert relaxation.value_ms == pytest.approx(exact.fun, rel=1e-7) and relaxation.value_ms <= exact.fun * (1 + SLACK)
+    assert min(relaxation.prices) > 0 and (relaxation.mix.sum(axis=1) == pytest.approx(1))
 
 
 def test_options_need_the_place_that_fits_them_best() -> None:
@@ -212,10 +212,10 @@ def test_options_need_the_place_that_fits_them_best() -> None:
 def test_ranks_that_are_alike_are_numbered_in_the_order_of_use() -> None:
     """The first table lies on rank 0, and each other where one before it lies or on the next rank."""
     problem = whole(9, 8, 7, 6, 5, 5, 4, world=4)
-    found = solve_exactly(problem)
-    assert found.proven and found.assignment is not None
-    assert loads(problem, found.assignment).time_ms.max() == pytest.approx(oracle.best_time_ms(problem))
-    starts = [start for (start,) in found.assignment.starts]
+    solution = solve_exactly(problem)
+    assert solution.proven and solution.assignment is not None
+    assert loads(problem, solution.assignment).time_ms.max() == pytest.approx(oracle.best_time_ms(problem))
+    starts = [start for (start,) in solution.assignment.starts]
     assert all(start <= n for n, start in enumerate(starts))
 
 
@@ -225,8 +225,8 @@ def test_ranks_that_differ_keep_their_numbers() -> None:
     items = tuple(
         Item((f"t{i}",), (choice(np.array([[time]]), hbm=size),)) for i, (time, size) in enumerate([(3, 9), (2, 1)])
     )
-    found = solve_exactly(Problem(items, 3, np.array([5, 5, 9]), np.full(3, 9)))
-    assert found.proven and found.assignment is not None and found.assignment.starts[0] == (2,)
+    solution = solve_exactly(Problem(items, 3, np.array([5, 5, 9]), np.full(3, 9)))
+    assert solution.proven and solution.assignment is not None and solution.assignment.starts[0] == (2,)
 
 
 SOLVE = importlib.import_module("shardwise.planner.search.solve")
@@ -279,18 +279,18 @@ def test_a_plan_asks_no_bound_that_only_says_how_good_it_is(monkeypatch: pytest.
     assert planned.solution.bound_ms <= certified.bound_ms <= certified.time_ms
     assert certified.gap < 2e-2
     asked.calls.clear()
-    told = explain(planned), planned_to_json(planned)["about"]["predicted"]
-    assert asked.calls == [] and told[1]["bound_ms"] == certified.bound_ms and certified.bound_from in " ".join(
-        told[0].split()
+    reports = explain(planned), planned_to_json(planned)["about"]["predicted"]
+    assert asked.calls == [] and reports[1]["bound_ms"] == certified.bound_ms and certified.bound_from in " ".join(
+        reports[0].split()
     )  # fmt: skip
 
 
 def test_the_bound_is_the_same_whenever_it_is_asked() -> None:
-    one, two = criteo(512), criteo(512)
-    assert one.solution == two.solution
-    assert one.certified == two.certified == certify(one.problem, one.solution)
-    assert certify(one.problem, one.certified) is one.certified
-    assert one.certified.gap < 2e-2
+    first, second = criteo(512), criteo(512)
+    assert first.solution == second.solution
+    assert first.certified == second.certified == certify(first.problem, first.solution)
+    assert certify(first.problem, first.certified) is first.certified
+    assert first.certified.gap < 2e-2
 
 
 def test_a_solution_is_no_worse_than_a_bound_says_and_small_ones_are_exact() -> None:
@@ -313,7 +313,7 @@ def test_a_plan_for_all_ranks_does_not_wait_for_its_bound(monkeypatch: pytest.Mo
     planner = EmbeddingShardingPlanner(Topology(2, "cpu"), batch_size=64)
     plan = planner.plan(model, get_default_sharders())
     assert planner.last_plan is not None
-    said = leader.as_json(plan, 2)
-    assert "slowest rank" in said["about"]["explanation"]
+    plan_json = leader.as_json(plan, 2)
+    assert "slowest rank" in plan_json["about"]["explanation"]
     # asked only for what returns at once
     assert asked and all(asked)

@@ -39,13 +39,13 @@ def test_small_problems_are_solved_within_the_claimed_gap(kind: str, seed: int) 
         with pytest.raises(DoesNotFitError):
             solve(problem)
         return
-    found = solve(problem)
-    assert not faults(problem, found.assignment)
-    assert found.bound_ms <= best * (1 + SLACK)
-    assert best * (1 - SLACK) <= found.time_ms
-    assert found.time_ms <= best * (1 + found.gap + SLACK)
-    if found.proven:
-        assert found.time_ms == pytest.approx(best, rel=2e-6)
+    solution = solve(problem)
+    assert not faults(problem, solution.assignment)
+    assert solution.bound_ms <= best * (1 + SLACK)
+    assert best * (1 - SLACK) <= solution.time_ms
+    assert solution.time_ms <= best * (1 + solution.gap + SLACK)
+    if solution.proven:
+        assert solution.time_ms == pytest.approx(best, rel=2e-6)
 
 
 def mixed_problem(seed: int, *, items: int = 16, hosts: int = 2, local: int = 4, memory: float = 1.5) -> Problem:
@@ -76,16 +76,16 @@ def mixed_problem(seed: int, *, items: int = 16, hosts: int = 2, local: int = 4,
 def test_limits_and_allowed_ranks_are_never_violated(seed: int, memory: float) -> None:
     problem = mixed_problem(seed, memory=memory)
     try:
-        found = solve(problem)
+        solution = solve(problem)
     except DoesNotFitError as error:
         assert error.nearest is not None and error.over is not None
         held = loads(problem, error.nearest)
         np.testing.assert_array_equal(error.over[0], np.maximum(held.hbm - problem.hbm, 0))
         assert error.over[0].any()
         return
-    assert faults(problem, found.assignment) == []
-    assert found.time_ms == pytest.approx(loads(problem, found.assignment).time_ms.max(), rel=1e-12)
-    assert found.bound_ms <= found.time_ms
+    assert faults(problem, solution.assignment) == []
+    assert solution.time_ms == pytest.approx(loads(problem, solution.assignment).time_ms.max(), rel=1e-12)
+    assert solution.bound_ms <= solution.time_ms
 
 
 def test_memory_that_is_nearly_full_is_packed() -> None:
@@ -96,9 +96,9 @@ def test_memory_that_is_nearly_full_is_packed() -> None:
         parts = np.round(rng.dirichlet(np.full(6, 4.0)) * 9700).astype(int)
         items += [Item((f"t{rank}.{n}",), (choice(np.array([[1.0]]), int(part)),)) for n, part in enumerate(parts)]
     problem = Problem(tuple(items), 8, np.full(8, 10000), np.zeros(8, np.int64))
-    found = solve(problem)
-    assert faults(problem, found.assignment) == []
-    assert found.gap <= 0.2
+    solution = solve(problem)
+    assert faults(problem, solution.assignment) == []
+    assert solution.gap <= 0.2
 
 
 def divided(seed: int, ranks: int, pieces: int) -> Floats:
@@ -110,9 +110,9 @@ def divided(seed: int, ranks: int, pieces: int) -> Floats:
 @pytest.mark.parametrize(("ranks", "pieces", "gap"), [(2, 6, 1e-3), (8, 12, 1e-3), (16, 20, 1e-3), (64, 10, 2e-3)])
 def test_perfect_packings_are_found(ranks: int, pieces: int, gap: float) -> None:
     problem = whole(*divided(0, ranks, pieces).tolist(), world=ranks)
-    found = solve(problem)
-    assert 1 - 1e-9 <= found.time_ms <= 1 + gap
-    assert found.bound_ms == pytest.approx(1, rel=1e-9)
+    solution = solve(problem)
+    assert 1 - 1e-9 <= solution.time_ms <= 1 + gap
+    assert solution.bound_ms == pytest.approx(1, rel=1e-9)
 
 
 @pytest.mark.parametrize("spare", [0.0, 0.1])
@@ -121,9 +121,9 @@ def test_a_giant_table_is_cut_only_as_far_as_it_must(spare: float) -> None:
     cuts = [choice(np.full((k, 1), 8 / k + 0.5 * (k > 1)), kind=f"columns {k}") for k in (1, 2, 4)]
     small = [Item((f"s{i}",), (choice(np.array([[0.1]])),)) for i in range(80)]
     problem = Problem((Item(("giant",), tuple(cuts)), *small), 4, np.full(4, 10), np.full(4, 10), np.full(4, spare))
-    found = solve(problem)
+    solution = solve(problem)
     # 2 blocks of 4.5 ms exceed the mean (8 + 1 + 8) / 4; so does the mean with 4 blocks, (8 + 2 + 8) / 4 = 4.5
-    assert found.time_ms == pytest.approx(4.5 + spare)
+    assert solution.time_ms == pytest.approx(4.5 + spare)
 
 
 def test_tables_that_fill_memory_leave_a_host_to_others_or_are_cut_over_all() -> None:
@@ -154,25 +154,25 @@ EDGES = {
 @pytest.mark.parametrize("name", EDGES)
 def test_edges_are_solved_and_proven(name: str) -> None:
     problem, best = EDGES[name]
-    found = solve(problem)
-    assert found.time_ms == pytest.approx(best) and found.proven
-    assert faults(problem, found.assignment) == []
+    solution = solve(problem)
+    assert solution.time_ms == pytest.approx(best) and solution.proven
+    assert faults(problem, solution.assignment) == []
 
 
 def test_blocks_of_one_host_stay_there() -> None:
     columns = choice(np.full((3, 1), 1.0), kind="table_column_wise", one_host=True)
     problem = Problem(tuple(Item((f"t{i}",), (columns,)) for i in range(4)), 3, np.full(6, 9), np.full(6, 9))
-    found = solve(problem)
-    assert found.time_ms == pytest.approx(2)
-    assert all(len({start // 3 for start in starts}) == 1 for starts in found.assignment.starts)
+    solution = solve(problem)
+    assert solution.time_ms == pytest.approx(2)
+    assert all(len({start // 3 for start in starts}) == 1 for starts in solution.assignment.starts)
 
 
 def test_items_lie_only_on_their_ranks() -> None:
     problem = whole(*[1.0] * 6, world=3)
     items = tuple(replace(item, ranks=(2,) if i < 2 else (0, 1, 2)) for i, item in enumerate(problem.items))
-    found = solve(replace(problem, items=items))
-    assert list(found.assignment.starts[:2]) == [(2,), (2,)]
-    assert found.time_ms == pytest.approx(2)
+    solution = solve(replace(problem, items=items))
+    assert list(solution.assignment.starts[:2]) == [(2,), (2,)]
+    assert solution.time_ms == pytest.approx(2)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def of(
     *choices: Choice, starts: tuple[tuple[int, ...], ...], ranks: tuple[int, ...] | None = None, hbm: int = 100
 ) -> tuple[Problem, Assignment]:
     """One item a choice on four ranks of two hosts, each at its ranks."""
-    items = tuple(Item((f"t{i}",), (one,), ranks) for i, one in enumerate(choices))
+    items = tuple(Item((f"t{i}",), (way,), ranks) for i, way in enumerate(choices))
     problem = Problem(items, 2, np.full(4, hbm), np.full(4, 50), np.array([1.0, 0.0, 0.0, 2.0]))
     return problem, Assignment((0,) * len(items), starts)
 
@@ -236,14 +236,14 @@ COLUMNS = choice(np.array([[2.0], [3.0]]), hbm=40, kind="column_wise", one_host=
 
 def test_every_rank_of_a_block_does_and_holds_its_own_part() -> None:
     """Bytes that counted on the first rank of a block alone failed no test: search and oracle place alike."""
-    found = loads(*of(ROWS, COLUMNS, starts=((2,), (2, 3))))
-    assert found.time_ms.tolist() == [1.0, 0.0, 5.0 + 2.0, 2.0 + 7.0 + 3.0]
-    assert found.hbm.tolist() == [0, 0, 70, 70] and found.ddr.tolist() == [0, 0, 20, 20]
+    rank_loads = loads(*of(ROWS, COLUMNS, starts=((2,), (2, 3))))
+    assert rank_loads.time_ms.tolist() == [1.0, 0.0, 5.0 + 2.0, 2.0 + 7.0 + 3.0]
+    assert rank_loads.hbm.tolist() == [0, 0, 70, 70] and rank_loads.ddr.tolist() == [0, 0, 20, 20]
 
 
 def test_two_blocks_on_one_rank_add_up() -> None:
-    found = loads(*of(COLUMNS, starts=((1, 1),)))
-    assert found.time_ms.tolist() == [1.0, 5.0, 0.0, 2.0] and found.hbm.tolist() == [0, 80, 0, 0]
+    rank_loads = loads(*of(COLUMNS, starts=((1, 1),)))
+    assert rank_loads.time_ms.tolist() == [1.0, 5.0, 0.0, 2.0] and rank_loads.hbm.tolist() == [0, 80, 0, 0]
 
 
 def test_a_good_assignment_has_no_faults() -> None:
@@ -251,7 +251,7 @@ def test_a_good_assignment_has_no_faults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "said"),
+    ("problem", "phrase"),
     [
         (of(COLUMNS, starts=((1, 2),)), "its blocks are on more than one host"),
         (of(COLUMNS, starts=((0,),)), "1 places for 2 blocks"),
@@ -262,5 +262,5 @@ def test_a_good_assignment_has_no_faults() -> None:
         (of(ROWS, ROWS, ROWS, starts=((0,), (0,), (0,))), "rank 1: 60 of 50 bytes of ddr"),
     ],
 )
-def test_what_is_wrong_is_said(problem: tuple[Problem, Assignment], said: str) -> None:
-    assert any(said in fault for fault in faults(*problem)), faults(*problem)
+def test_what_is_wrong_is_said(problem: tuple[Problem, Assignment], phrase: str) -> None:
+    assert any(phrase in fault for fault in faults(*problem)), faults(*problem)

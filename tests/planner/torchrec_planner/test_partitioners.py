@@ -50,7 +50,7 @@ def option(
 
 
 def ranks(proposal: Sequence[ShardingOption]) -> list[list[int | None]]:
-    return [one.get_shards_assignment() for one in proposal]
+    return [sharding_option.get_shards_assignment() for sharding_option in proposal]
 
 
 def place(partitioner: Any, topology: Topology, *proposal: ShardingOption) -> list[list[int | None]]:
@@ -66,7 +66,7 @@ def outcome(partitioner: Any, given: Instance, numbers: Sequence[int]) -> object
         assert error.error_type == PlannerErrorType.PARTITION
         text = str(error)
         return ["PlannerError", text if text.startswith("Device partition failed") else ""]
-    return [rank for one in ranks(proposal) for rank in one]
+    return [rank for option_ranks in ranks(proposal) for rank in option_ranks]
 
 
 @pytest.mark.parametrize("seed", GOLDEN)
@@ -74,11 +74,11 @@ def outcome(partitioner: Any, given: Instance, numbers: Sequence[int]) -> object
 def test_shards_get_the_ranks_that_torchrec_gives_them(name: str, seed: str) -> None:
     expected = GOLDEN[seed]
     given = instance(int(seed), types)
-    found = [
+    outcomes = [
         outcome(PARTITIONERS[name](partitioners), given, numbers)
         for numbers, _ in zip(expected["proposals"]["greedy"], expected["ranks"][name], strict=False)
     ]
-    assert found == expected["ranks"][name]
+    assert outcomes == expected["ranks"][name]
 
 
 @pytest.mark.parametrize("name", PARTITIONERS)
@@ -94,10 +94,10 @@ def test_no_rank_holds_more_than_it_may(name: str) -> None:
             except PlannerError:
                 continue
             used = [Storage(0, 0, 0) for _ in capacity]
-            for shard in (shard for one in proposal for shard in one.shards):
+            for shard in (shard for sharding_option in proposal for shard in sharding_option.shards):
                 assert shard.rank is not None and shard.storage is not None
                 used[shard.rank] += shard.storage
-            assert all(one.fits_in(room) for one, room in zip(used, capacity, strict=True))
+            assert all(storage.fits_in(room) for storage, room in zip(used, capacity, strict=True))
             assert [device.storage for device in given.topology.devices] == capacity
             placed += 1
     assert placed > 100
@@ -115,16 +115,16 @@ def test_each_sharding_type_lies_where_its_engine_looks_for_it(name: str) -> Non
                 PARTITIONERS[name](partitioners).partition(proposal, given.topology)
             except PlannerError:
                 continue
-            for one in proposal:
-                at = [rank for rank in one.get_shards_assignment() if rank is not None]
-                seen.add(one.sharding_type)
-                if one.partition_by == "uniform":
+            for sharding_option in proposal:
+                at = [rank for rank in sharding_option.get_shards_assignment() if rank is not None]
+                seen.add(sharding_option.sharding_type)
+                if sharding_option.partition_by == "uniform":
                     assert at == list(range(world))
-                elif one.sharding_type == "table_row_wise":
+                elif sharding_option.sharding_type == "table_row_wise":
                     assert at == list(range(at[0], at[0] + local)) and at[0] % local == 0
-                elif one.sharding_type == "table_column_wise":
+                elif sharding_option.sharding_type == "table_column_wise":
                     assert len({rank // local for rank in at}) == 1
-                elif one.sharding_type == "grid_shard":
+                elif sharding_option.sharding_type == "grid_shard":
                     firsts = at[::local]
                     assert at == [first + k for first in firsts for k in range(local)]
     assert seen == {"data_parallel", "row_wise", "table_wise", "column_wise", *list(BY)[3:]}
@@ -133,9 +133,9 @@ def test_each_sharding_type_lies_where_its_engine_looks_for_it(name: str) -> Non
 def test_the_largest_go_first_each_to_the_rank_with_least_time() -> None:
     small, large, middle = (option(name, "table_wise", [(hbm, ms)]) for name, hbm, ms in (
         ("small", 1, 5.0), ("large", 9, 2.0), ("middle", 5, 1.0)))  # fmt: skip
-    found = place(partitioners.GreedyPerfPartitioner(), Topology(2, "cuda"), small, large, middle)
+    placed = place(partitioners.GreedyPerfPartitioner(), Topology(2, "cuda"), small, large, middle)
     # large to 0, middle to 1, small to 1, which has less time
-    assert found == [[1], [0], [1]]
+    assert placed == [[1], [0], [1]]
     by_time = partitioners.GreedyPerfPartitioner(sort_by=partitioners.SortBy.PERF)
     # small (5 ms) to 0, large (2 ms) and middle (1 ms) to 1
     assert place(by_time, Topology(2, "cuda"), small, large, middle) == [[0], [1], [1]]
@@ -260,7 +260,9 @@ def test_a_plan_slower_than_the_tolerance_is_not_taken(tolerance: float, expecte
 def test_ratings_are_of_the_worst_rank() -> None:
     topology = Topology(2, "cuda")
     plan = [option("a", "column_wise", [(5, 1.0), (3, 2.5)]), option("b", "table_wise", [(1, 0.25)])]
-    for shard, rank in zip((shard for one in plan for shard in one.shards), (0, 1, 0), strict=True):
+    for shard, rank in zip(
+        (shard for sharding_option in plan for shard in sharding_option.shards), (0, 1, 0), strict=True
+    ):
         shard.rank = rank
     assert perf_models.NoopPerfModel(topology).rate(plan) == 2.5
     assert perf_models.NoopStorageModel(topology).rate(plan) == 6

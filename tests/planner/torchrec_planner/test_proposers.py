@@ -41,19 +41,19 @@ def option(table: str, kind: str, ms: Sequence[float], hbm: int, *, ddr: int = 0
 
 def proposals(proposer: Any, problem: Instance, most: int = 1000) -> list[list[int]]:
     """Numbers of the proposed options, placed and rated as a planner would."""
-    number = {id(one): k for k, one in enumerate(problem.options)}
+    number = {id(sharding_option): k for k, sharding_option in enumerate(problem.options)}
     proposer.load(problem.options)
-    found = []
-    while len(found) < most and (proposal := proposer.propose()):
+    proposed = []
+    while len(proposed) < most and (proposal := proposer.propose()):
         rated = None
         try:
             plan = partitioners.GreedyPerfPartitioner().partition(proposal, problem.topology)
             rated = perf_models.NoopPerfModel(problem.topology).rate(plan)
         except PlannerError:
             pass
-        found.append([number[id(one)] for one in proposal])
+        proposed.append([number[id(sharding_option)] for sharding_option in proposal])
         proposer.feedback(rated is not None, proposal, rated, problem.topology)
-    return found
+    return proposed
 
 
 def problem(*options: ShardingOption, ranks: int = 2, hbm: int = 100) -> Instance:
@@ -63,8 +63,8 @@ def problem(*options: ShardingOption, ranks: int = 2, hbm: int = 100) -> Instanc
 @pytest.mark.parametrize("seed", GOLDEN)
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_proposals_are_torchrecs_in_torchrecs_order(name: str, seed: str) -> None:
-    theirs = GOLDEN[seed]["proposals"]
-    assert proposals(PROPOSERS[name](proposers), instance(int(seed), types), len(theirs[name]) or 1) == theirs[name]
+    expected = GOLDEN[seed]["proposals"]
+    assert proposals(PROPOSERS[name](proposers), instance(int(seed), types), len(expected[name]) or 1) == expected[name]
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
@@ -142,7 +142,7 @@ def test_greedy_stops_after_more_than_threshold_slower_proposals(threshold: int 
 def test_grid_proposes_every_combination_once_and_none_beyond_its_limit() -> None:
     given = problem(*(option(table, "table_wise", [ms], 1) for table in "abc" for ms in (2.0, 1.0)))
     combinations = proposals(proposers.GridSearchProposer(max_proposals=8), given)
-    assert combinations == [list(one) for one in itertools.product((1, 0), (3, 2), (5, 4))]
+    assert combinations == [list(combination) for combination in itertools.product((1, 0), (3, 2), (5, 4))]
     assert proposals(proposers.GridSearchProposer(max_proposals=7), given) == []
 
 
@@ -162,19 +162,19 @@ def test_dynamic_programming_finds_the_least_time_within_each_total(seed: int) -
         *(option(table, "table_wise", [draw.randint(0, 9) / 8], draw.randint(0, 20)) for table in "abcd" * 4),
         hbm=30,
     )
-    found = proposals(proposers.DynamicProgrammingProposer(hbm_bins_per_device=30), given)
+    proposed = proposals(proposers.DynamicProgrammingProposer(hbm_bins_per_device=30), given)
     tables: dict[str, list[int]] = {}
-    for k, one in enumerate(given.options):
-        tables.setdefault(one.fqn, []).append(k)
+    for k, sharding_option in enumerate(given.options):
+        tables.setdefault(sharding_option.fqn, []).append(k)
     fastest: dict[int, float] = {}
-    for one in itertools.product(*tables.values()):
-        size = held(given, one)
-        fastest[size] = min(fastest.get(size, float("inf")), spent(given, one))
+    for combination in itertools.product(*tables.values()):
+        size = held(given, combination)
+        fastest[size] = min(fastest.get(size, float("inf")), spent(given, combination))
     total = sum(device.storage.hbm for device in given.topology.devices)
-    assert held(given, found[0]) == min(fastest)
-    sizes = [held(given, one) for one in found[1:]]
+    assert held(given, proposed[0]) == min(fastest)
+    sizes = [held(given, proposal) for proposal in proposed[1:]]
     assert sizes == sorted({size for size in fastest if size < total}, reverse=True)
-    assert [spent(given, one) for one in found[1:]] == [fastest[size] for size in sizes]
+    assert [spent(given, proposal) for proposal in proposed[1:]] == [fastest[size] for size in sizes]
 
 
 def test_dynamic_programming_needs_the_devices() -> None:
@@ -187,12 +187,12 @@ def test_dynamic_programming_needs_the_devices() -> None:
 def test_the_list_of_proposals_has_each_once() -> None:
     given = problem(*(option(table, "table_wise", [ms], 1) for table in "ab" for ms in (2.0, 1.0)))
     both = [proposers.GreedyProposer(), proposers.GridSearchProposer()]
-    found = proposers.proposers_to_proposals_list(both, given.options)
-    greedy, grid = (proposals(one, given) for one in both)
-    number = {id(one): k for k, one in enumerate(given.options)}
-    assert [[number[id(one)] for one in proposal] for proposal in found] == [
+    proposed = proposers.proposers_to_proposals_list(both, given.options)
+    greedy, grid = (proposals(proposer, given) for proposer in both)
+    number = {id(sharding_option): k for k, sharding_option in enumerate(given.options)}
+    assert [[number[id(sharding_option)] for sharding_option in proposal] for proposal in proposed] == [
         *greedy,
-        *(one for one in grid if one not in greedy),
+        *(numbers for numbers in grid if numbers not in greedy),
     ]
 
 
@@ -267,14 +267,14 @@ def driven(
     enumerator, proposer = Estimates(), EmbeddingOffloadScaleupProposer()
     topology = Topology(1, "cuda", hbm_cap=room)
     proposer.load(given or options(enumerator), enumerator)
-    found = []
+    proposed = []
     while (proposal := proposer.propose()) is not None:
-        found.append(proposal)
-        assert len(found) < 100
+        proposed.append(proposal)
+        assert len(proposed) < 100
         fits = hbm(proposal) <= (room if largest is None else largest)
         rating = sum(option.total_perf for option in proposal) if fits else None
         proposer.feedback(fits, proposal, rating, topology)
-    return found
+    return proposed
 
 
 def test_the_first_proposal_has_the_users_load_factors_and_the_others_larger_caches() -> None:
@@ -314,11 +314,11 @@ def test_a_cache_as_large_as_its_table_becomes_a_table_on_the_device() -> None:
 
 def test_what_could_not_be_placed_makes_later_proposals_smaller() -> None:
     largest = 2 * TABLE_BYTES
-    found = [hbm(proposal) for proposal in driven(4 * TABLE_BYTES, largest=largest)]
-    failed = [k for k, size in enumerate(found) if size > largest]
+    hbm_sizes = [hbm(proposal) for proposal in driven(4 * TABLE_BYTES, largest=largest)]
+    failed = [k for k, size in enumerate(hbm_sizes) if size > largest]
     assert failed
     for k in failed:
-        assert all(size <= found[k] for size in found[k + 1 :])
+        assert all(size <= hbm_sizes[k] for size in hbm_sizes[k + 1 :])
 
 
 def test_without_memory_to_spend_only_the_first_proposal_is_made() -> None:
@@ -370,10 +370,10 @@ ALLOCATIONS = [
 def test_bytes_are_dealt_out_as_torchrec_deals_them(
     model: Any, ceiling: Any, given: Any, budget: int, priority: Any, expected: list[float]
 ) -> None:
-    found = EmbeddingOffloadScaleupProposer.allocate_budget(model, ceiling, given, budget, priority)
-    assert found.tolist() == expected
+    factors = EmbeddingOffloadScaleupProposer.allocate_budget(model, ceiling, given, budget, priority)
+    assert factors.tolist() == expected
 
 
 def test_a_cache_that_takes_no_device_memory_keeps_its_load_factor() -> None:
-    found = EmbeddingOffloadScaleupProposer.allocate_budget([[0, 5], [100, 0]], [9, 200], [0.25, 0.5], 10, [1, 1])
-    assert found.tolist() == pytest.approx([0.25, 0.6])
+    factors = EmbeddingOffloadScaleupProposer.allocate_budget([[0, 5], [100, 0]], [9, 200], [0.25, 0.5], 10, [1, 1])
+    assert factors.tolist() == pytest.approx([0.25, 0.6])

@@ -50,7 +50,7 @@ NAMED = SimpleNamespace(plan={"sparse": {"user": None, "item": None, "page": Non
 RESERVATION: Any = SimpleNamespace(_percentage=0.15, _dense_storage=Storage(GIB, 0), _kjt_storage=Storage(GIB // 2, 0))
 
 
-def told(plan: Any = NAMED, **more: Any) -> list[str]:
+def stats_lines(plan: Any = NAMED, **more: Any) -> list[str]:
     text = EmbeddingStats().render(plan, TOPOLOGY, 64, RESERVATION, 7, 3, 1.25, PLAN, **more)
     return [" ".join(line.split()) for line in text.splitlines()]
 
@@ -82,7 +82,7 @@ LINES = {
 
 @pytest.mark.parametrize("what", LINES)
 def test_the_text_tells(what: str) -> None:
-    assert LINES[what] in told()
+    assert LINES[what] in stats_lines()
 
 
 def test_sections_stand_in_torchrecs_order() -> None:
@@ -96,19 +96,19 @@ def test_sections_stand_in_torchrecs_order() -> None:
         "Dense Storage (per rank):", "KJT Storage (per rank):", "Top 5 Tables Causing Max Perf:",
         "Top 5 Tables Causing Max HBM:",
     ]  # fmt: skip
-    lines = told()
+    lines = stats_lines()
     places = [lines.index(title) for title in titles]
     assert places == sorted(places)
 
 
 def test_without_debug_there_are_ranks_and_kernels_only() -> None:
-    lines = told(debug=False)
+    lines = stats_lines(debug=False)
     assert LINES["a slow rank"] in lines and LINES["kernels"] in lines
     assert not {"Parameter Info:", "Reserved Memory:", LINES["slowest"]} & set(lines)
 
 
 def test_options_without_a_plan_have_no_ranks() -> None:
-    lines = told(SimpleNamespace(plan={}))
+    lines = stats_lines(SimpleNamespace(plan={}))
     assert "World Size: 2" in lines
     assert LINES["a slow rank"] not in lines
     assert any(line.startswith("sparse.user TW") and line.endswith("100 None") for line in lines)
@@ -116,7 +116,7 @@ def test_options_without_a_plan_have_no_ranks() -> None:
 
 def test_constraints_show_in_counts_batch_sizes_and_indices() -> None:
     given = {"item": ParameterConstraints(compute_kernels=["fused"], batch_sizes=[64, 64], num_poolings=[3.0, 1.0])}
-    lines = told(constraints=given)
+    lines = stats_lines(constraints=given)
     assert "Hardcoded: 1, Auto-selected: 2" in lines and "Hardcoded fused: 1" in lines
     # 2 * 3 + 0.5 * 1 indices of a sample
     assert any("2.5 4.0 6.5 pooled" in line and line.endswith("0-1 64 * 2") for line in lines)
@@ -156,10 +156,10 @@ def test_imbalance_of_known_shares() -> None:
 
 def test_the_critical_path_adds_the_slowest_of_each_phase() -> None:
     """Exchanges wait for each other in each sharding type and direction, computations in each direction."""
-    found = critical_path(PLAN)
-    assert found.comms_estimate == pytest.approx((2.0 + 4.0) + (0.25 + 0.125) + (0.5 + 1.0))
-    assert found.comp_estimate == pytest.approx((1.0 + 0.5 + 0.25) + (3.0 + 0.125 + 0.25))
-    assert found.total() == pytest.approx(found.comms_estimate + found.comp_estimate)
+    path = critical_path(PLAN)
+    assert path.comms_estimate == pytest.approx((2.0 + 4.0) + (0.25 + 0.125) + (0.5 + 1.0))
+    assert path.comp_estimate == pytest.approx((1.0 + 0.5 + 0.25) + (3.0 + 0.125 + 0.25))
+    assert path.total() == pytest.approx(path.comms_estimate + path.comp_estimate)
 
 
 IO = {
@@ -173,8 +173,8 @@ IO = {
 
 @pytest.mark.parametrize("kind", IO)
 def test_bytes_in_and_out_of_a_shard(kind: str) -> None:
-    one = option("t", kind, [0], 1.0, Perf(0, 0, 0, 0), is_pooled=True)
-    assert shard_io_bytes(one, TOPOLOGY, [64, 64], [1.0, 1.0]) == [IO[kind]]
+    sharding_option = option("t", kind, [0], 1.0, Perf(0, 0, 0, 0), is_pooled=True)
+    assert shard_io_bytes(sharding_option, TOPOLOGY, [64, 64], [1.0, 1.0]) == [IO[kind]]
 
 
 @pytest.mark.parametrize("name, share", [(None, 0), ("SGD", 0), ("Adam", 2), ("RowWiseAdagrad", 1 / 8), ("Other", 1)])
@@ -182,8 +182,8 @@ def test_optimizers_keep_their_share_of_the_weights(name: str | None, share: flo
     tensor = SimpleNamespace(shape=(100, 8), element_size=lambda: 4)
     if name is not None:
         tensor._optimizer_classes = [type(name, (), {})]
-    one = ShardingOption("t", tensor, ("m", Module()), [1.0], 8, "table_wise", "device", "fused", [])
-    assert optimizer_bytes(one) == 3200 * share
+    sharding_option = ShardingOption("t", tensor, ("m", Module()), [1.0], 8, "table_wise", "device", "fused", [])
+    assert optimizer_bytes(sharding_option) == 3200 * share
 
 
 @pytest.mark.parametrize("value, text", [(0.0123, "0.01"), (0.95, "0.9"), (0.00096, "0.001"), (0.0, "0")])

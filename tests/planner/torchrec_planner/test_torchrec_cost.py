@@ -131,12 +131,12 @@ def test_a_way_costs_what_the_estimators_say_of_its_shards(
     cost = TorchRecCost(topology, 512, constraints=constraints)
     options = enumerated(topology, constraints or None)
     seen = 0
-    for table in tables({name: one.pooling_factors[0] for name, one in constraints.items()}):
+    for table in tables({name: constraint.pooling_factors[0] for name, constraint in constraints.items()}):
         ways = cost.ways(table, constraints.get(table.name))
-        theirs = {(o.sharding_type, o.compute_kernel): o for o in options if o.fqn == table.path}
-        assert {(way.sharding_type, way.compute_kernel) for way in ways} == set(theirs)
+        options_by_way = {(o.sharding_type, o.compute_kernel): o for o in options if o.fqn == table.path}
+        assert {(way.sharding_type, way.compute_kernel) for way in ways} == set(options_by_way)
         for way in ways:
-            choice, option = cost.price(table, way), theirs[way.sharding_type, way.compute_kernel]
+            choice, option = cost.price(table, way), options_by_way[way.sharding_type, way.compute_kernel]
             perfs, storages = [s.perf for s in option.shards], [s.storage for s in option.shards]
             np.testing.assert_allclose(choice.time_ms.ravel(), [p.total for p in perfs if p], rtol=1e-13)
             assert choice.hbm.ravel().tolist() == [s.hbm for s in storages if s]
@@ -159,8 +159,8 @@ def test_types_and_kernels_are_torchrecs_unless_the_sharder_says_otherwise() -> 
     on_a_gpu = ("fused", "fused_uvm", "fused_uvm_caching")
     types = ("table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise")
     assert all_of_t3 == {("data_parallel", "dense"), *itertools.product(types, on_a_gpu)}
-    ours = EmbeddingEnumerator(TWO_HOSTS, 512).enumerate(model(), [EmbeddingBagCollectionSharder()])
-    assert {o.compute_kernel for o in ours} == {"dense", "fused"} and {o.fqn for o in ours} == {
+    options = EmbeddingEnumerator(TWO_HOSTS, 512).enumerate(model(), [EmbeddingBagCollectionSharder()])
+    assert {o.compute_kernel for o in options} == {"dense", "fused"} and {o.fqn for o in options} == {
         f"bags.t{i}" for i in range(len(DIMS))
     }
 
@@ -266,9 +266,9 @@ def test_options_go_into_a_problem_and_come_back_with_ranks() -> None:
             assert shard.rank is not None and shard.perf and shard.storage
             times[shard.rank] += shard.perf.total
             hbm[shard.rank] += shard.storage.hbm
-    found = loads(problem, assignment)
-    np.testing.assert_allclose(found.time_ms, times, rtol=1e-12)
-    assert found.hbm.tolist() == hbm.tolist()
+    rank_loads = loads(problem, assignment)
+    np.testing.assert_allclose(rank_loads.time_ms, times, rtol=1e-12)
+    assert rank_loads.hbm.tolist() == hbm.tolist()
     assert all(shard.rank is None for option in options for shard in option.shards)
 
 
@@ -360,14 +360,14 @@ def test_storages_from_numbers_alone_are_those_of_the_estimator() -> None:
     case = next(c for c in CASES if c["sharding_type"] == "row_wise")
     case = {**case, "kernel": "fused", "device": "cuda", "virtual": False, "pod": None, "half_output": False}
     option, _, storages = estimate(case, ours(PLANNER))
-    found = shard_estimators.calculate_shard_storages(
+    computed = shard_estimators.calculate_shard_storages(
         types.SharderData({}, {}, types.StorageUsageType[case["usage"]]), "row_wise", option.tensor, "cuda", "fused",
         [shard.size for shard in option.shards], case["batch_sizes"] or [case["batch_size"]] * option.num_inputs,
         case["world"], case["local"], case["pooling_factors"], case["num_poolings"] or [1.0] * option.num_inputs,
         0.2, case["pooled"], 8, option.tensor.element_size(), types.PipelineType[case["pipeline"]], case["at_peak"],
         case["inference"],
     )  # fmt: skip
-    assert [(s.hbm, s.ddr, s.ssd) for s in found] == storages
+    assert [(s.hbm, s.ddr, s.ssd) for s in computed] == storages
 
 
 @pytest.mark.parametrize(
@@ -393,8 +393,8 @@ def test_what_cannot_be_estimated_is_an_error_that_names_the_table(changed: dict
 )
 def test_a_larger_cache_misses_less(counts: list[int], rates: tuple[float, ...]) -> None:
     stats = EmbeddingOffloadStats(0.3, 77, torch.tensor(counts), 1000)
-    found = [stats.expected_miss_rate(share) for share in (0, 0.1, 0.5, 0.999, 1)]
-    assert found == pytest.approx(rates, rel=1e-6)
+    miss_rates = [stats.expected_miss_rate(share) for share in (0, 0.1, 0.5, 0.999, 1)]
+    assert miss_rates == pytest.approx(rates, rel=1e-6)
     assert (stats.expected_lookups, stats.cacheability, stats.height) == (77, 0.3, 1000)
 
 

@@ -163,16 +163,16 @@ def test_perf_and_storage_add_up() -> None:
 
 
 def test_an_option_sums_its_shards_and_shares_its_table_with_copies() -> None:
-    one = option()
-    twin = copy.deepcopy(one)
+    original = option()
+    twin = copy.deepcopy(original)
     twin.shards[0].rank = 3
-    assert one.fqn == "sparse.ebc.t" and one.num_inputs == 2 and one.num_shards == 2
-    assert one.total_storage == Storage(21, 2) and one.total_perf == 20
-    assert twin.tensor is one.tensor and twin.module is one.module
-    assert one.get_shards_assignment() == [None, None] and twin.get_shards_assignment() == [3, None]
-    assert twin.storage_hash() == one.storage_hash() != option(compute_kernel="fused_uvm").storage_hash()
+    assert original.fqn == "sparse.ebc.t" and original.num_inputs == 2 and original.num_shards == 2
+    assert original.total_storage == Storage(21, 2) and original.total_perf == 20
+    assert twin.tensor is original.tensor and twin.module is original.module
+    assert original.get_shards_assignment() == [None, None] and twin.get_shards_assignment() == [3, None]
+    assert twin.storage_hash() == original.storage_hash() != option(compute_kernel="fused_uvm").storage_hash()
     # as TorchRec 1.8.0 hashes it: plans that were saved there are found here
-    assert one.storage_hash() == 35803030964513091
+    assert original.storage_hash() == 35803030964513091
 
 
 def test_a_sequence_collection_is_not_pooled_nor_is_what_contains_it() -> None:
