@@ -44,7 +44,7 @@ from .reshard import reshard
 from .route import Sending, divide_ahead, route
 from .routes import Routes, Table, plan_routes
 from .shards import LocalShards
-from .stages import ShardedModule, StepContext
+from .stages import StagedModule, StepContext
 from .state import States, publish_weights, take_weights
 from .step import IDS_RECEIVED, IDS_SENT, LOOKED_UP, Step
 from .tables import Collection, LocalTables, Mark, Stores, facts_of_replicas, tables_of
@@ -137,7 +137,7 @@ class ExchangedLookup(torch.autograd.Function):
         return None, None, None, *of_weights
 
 
-class ShardedCollection(nn.Module, ShardedModule[Step]):
+class ShardedCollection(StagedModule[Step]):
     """The engine: holds this rank's tables, and answers a batch together with the other ranks.
 
     Parameters keep the names of the unsharded module; a table of another rank is an empty parameter.
@@ -160,7 +160,7 @@ class ShardedCollection(nn.Module, ShardedModule[Step]):
         stores: Stores | None = None,
         id_maps: Mapping[str, IdMap] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(codecs)
         self._pooled = hasattr(module, "embedding_bags")
         self._children_name = module._children_name
         self._weighted = bool(getattr(module, "is_weighted", bool)())
@@ -376,13 +376,15 @@ class ShardedCollection(nn.Module, ShardedModule[Step]):
             self.shards.translate(step, self._id_maps)
         step.phase = IDS_RECEIVED
 
-    def prefetch(self, step: Step) -> bool:
+    def prefetch(
+        self, dist_input: Step, forward_stream: torch.Stream | None = None, ctx: StepContext | None = None
+    ) -> bool:
         """Bring the rows that the batch asks for into the slots of their stores, before the lookup.
 
         The update of the batch before may still come: rows are read by the lookup. False where a store has no room as
         long as the leases of that batch last; the lookup then asks once more.
         """
-        return self.shards.prefetch(step)
+        return self.shards.prefetch(dist_input)
 
     def look_up(self, step: Step) -> None:
         """Find the rows that were asked for and send them off; `finish` takes them. Nothing the second time."""

@@ -28,7 +28,7 @@ from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 from ..comms.awaitable import LazyAwaitable
 from ..comms.env import ShardingEnv
 from ..engine.collection import ShardedCollection
-from ..engine.stages import ShardedModule, StepContext
+from ..engine.stages import StagedModule, StepContext
 from ..plan.module_sharder import ModuleSharder, require_tables, require_type
 from ..plan.plan import ParameterSharding
 from .sharders import (
@@ -41,12 +41,17 @@ from .sharders import (
 )
 
 
-class Nested(nn.Module, ShardedModule[list[Any]]):
+class Nested(StagedModule[list[Any]]):
     """A module of which parts are sharded: its stages are theirs, part after part, on every rank in the same order."""
 
     @abc.abstractmethod
-    def _parts(self) -> list[ShardedModule[Any]]:
+    def _parts(self) -> list[StagedModule[Any]]:
         """What is sharded of it."""
+
+    @property
+    def qcomm_codecs_registry(self) -> dict[str, Any]:
+        """Codecs of the exchanges of its parts, which share them; empty without any."""
+        return self._parts()[0].qcomm_codecs_registry
 
     def start(self, features: KeyedJaggedTensor | Exception) -> list[Any]:
         """Route this rank's batch and tell all ranks its sizes."""
@@ -69,9 +74,11 @@ class Nested(nn.Module, ShardedModule[list[Any]]):
         for part, of_part in zip(self._parts(), step, strict=True):
             part.receive_ids(of_part)
 
-    def prefetch(self, step: list[Any]) -> bool:
+    def prefetch(
+        self, dist_input: list[Any], forward_stream: torch.Stream | None = None, ctx: StepContext | None = None
+    ) -> bool:
         """Bring the rows of a batch whose ids are here into their slots; False where there is no room yet."""
-        there = [part.prefetch(of_part) for part, of_part in zip(self._parts(), step, strict=True)]
+        there = [part.prefetch(of_part) for part, of_part in zip(self._parts(), dist_input, strict=True)]
         return all(there)
 
     def look_up(self, step: list[Any]) -> None:
@@ -112,6 +119,8 @@ class ShardedFeatureProcessedEmbeddingBagCollection(Nested):
         collection: the sharded form of its collection.
     """
 
+    _unsharded_type = FeatureProcessedEmbeddingBagCollection
+
     def __init__(self, module: FeatureProcessedEmbeddingBagCollection, collection: nn.Module) -> None:
         super().__init__()
         self._embedding_bag_collection = collection
@@ -126,7 +135,7 @@ class ShardedFeatureProcessedEmbeddingBagCollection(Nested):
         """
         return self._embedding_bag_collection(self._processed(features))  # type: ignore[no-any-return]
 
-    def _parts(self) -> list[ShardedModule[Any]]:
+    def _parts(self) -> list[StagedModule[Any]]:
         return [cast(ShardedCollection, self._embedding_bag_collection)]
 
     def start(self, features: KeyedJaggedTensor | Exception) -> list[Any]:
@@ -153,6 +162,8 @@ class ShardedFeatureProcessedEmbeddingBagCollection(Nested):
 class ShardedEmbeddingTower(Nested):
     """An `EmbeddingTower` whose embedding module is sharded: same inputs, outputs and names."""
 
+    _unsharded_type = EmbeddingTower
+
     def __init__(self, module: EmbeddingTower, embedding: nn.Module) -> None:
         super().__init__()
         self.embedding = embedding
@@ -162,7 +173,7 @@ class ShardedEmbeddingTower(Nested):
         """Look this rank's batch up, together with the other ranks, and interact: [B, N]."""
         return self.interaction(self.embedding(*args, **kwargs))  # type: ignore[no-any-return]
 
-    def _parts(self) -> list[ShardedModule[Any]]:
+    def _parts(self) -> list[StagedModule[Any]]:
         return [cast(ShardedCollection, self.embedding)]
 
     def output_dist(self, ctx: StepContext, output: list[Any]) -> TowerAwaitable:
@@ -172,6 +183,8 @@ class ShardedEmbeddingTower(Nested):
 
 class ShardedEmbeddingTowerCollection(Nested):
     """An `EmbeddingTowerCollection` whose towers are sharded: same inputs, outputs and names."""
+
+    _unsharded_type = EmbeddingTowerCollection
 
     def __init__(self, module: EmbeddingTowerCollection, towers: list[ShardedEmbeddingTower]) -> None:
         super().__init__()
@@ -203,7 +216,7 @@ class ShardedEmbeddingTowerCollection(Nested):
                     inputs[i].append(missing if batch is None else batch)
         return inputs
 
-    def _parts(self) -> list[ShardedModule[Any]]:
+    def _parts(self) -> list[StagedModule[Any]]:
         return [cast(ShardedEmbeddingTower, tower) for tower in self.towers]
 
     def start(  # type: ignore[override]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+
+from shardwise.sharding.comms.streams import record_stream
+
+__all__ = ["current", "new_stream", "on", "record_stream", "to_device", "wait_for"]
 
 
 def new_stream(device: torch.device, priority: int = 0) -> torch.Stream | None:
@@ -59,22 +61,3 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
         f"a batch is moved by its `to(device, non_blocking)`, which {type(batch).__name__} lacks; lists, tuples and"
         " dicts of what has one will do too"
     )
-
-
-def record_stream(thing: Any, stream: Any) -> None:
-    """Keep the memory of every tensor in a batch, or in what a step keeps of one, until `stream` is done with it."""
-    if isinstance(thing, Tensor):
-        if thing.device.type != "cpu":
-            thing.record_stream(stream)
-    elif hasattr(thing, "record_stream"):
-        thing.record_stream(stream)
-    elif isinstance(thing, Mapping):
-        for part in thing.values():
-            record_stream(part, stream)
-    elif isinstance(thing, list | tuple):
-        for part in thing:
-            record_stream(part, stream)
-    elif is_dataclass(thing):
-        for field in fields(thing):
-            # those of later phases of a step are not there yet
-            record_stream(getattr(thing, field.name, None), stream)

@@ -22,8 +22,9 @@ from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.planner.layout import SERVING
 from shardwise.sharding.plan.module_sharder import ModuleSharder
 from shardwise.sharding.plan.plan import ParameterSharding, ShardingType
+from shardwise.sharding.plan.sharded_module import NullShardedModuleContext
 
-from .collection import Envs, ShardedQuantizedCollection
+from .collection import Envs, FoundRows, ServedBatch, ShardedQuantizedCollection
 from .modules import ShardedQuantEmbeddingBagCollection, ShardedQuantEmbeddingCollection
 from .sharders import BaseQuantEmbeddingSharder, M, QuantEmbeddingBagCollectionSharder, QuantEmbeddingCollectionSharder
 
@@ -71,8 +72,17 @@ class _BehindMaps(ShardedQuantizedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         """Map the batch's ids and look the slots up. Raises as the collection without maps."""
-        slots = self._managed_collision_collection(features.to(self.device))
-        return super().forward(slots), slots
+        return super().forward(features)
+
+    def input_dist(  # type: ignore[override]
+        self, ctx: NullShardedModuleContext, features: KeyedJaggedTensor
+    ) -> ServedBatch:
+        """Map the batch's ids where outputs are, and bring the slots to the devices that look them up."""
+        return super().input_dist(ctx, self._managed_collision_collection(features.to(self.device)))
+
+    def output_dist(self, ctx: NullShardedModuleContext, output: FoundRows) -> Any:
+        """The output of the collection, and the batch with slots in the place of ids."""
+        return self._joined(output), output.batch.given
 
     def train(self, mode: bool = True) -> Any:
         """As `nn.Module.train`, but that ids are looked up and not learned in either mode."""
@@ -83,6 +93,8 @@ class _BehindMaps(ShardedQuantizedCollection):
 
 class ShardedQuantManagedCollisionEmbeddingCollection(_BehindMaps, ShardedQuantEmbeddingCollection):
     """A quantized `EmbeddingCollection` behind maps, in pieces: (JaggedTensor by feature, remapped ids)."""
+
+    _unsharded_type = QuantManagedCollisionEmbeddingCollection
 
     if TYPE_CHECKING:
 
@@ -95,6 +107,8 @@ class ShardedQuantManagedCollisionEmbeddingCollection(_BehindMaps, ShardedQuantE
 
 class ShardedQuantManagedCollisionEmbeddingBagCollection(_BehindMaps, ShardedQuantEmbeddingBagCollection):
     """A quantized `EmbeddingBagCollection` behind maps, in pieces: (KeyedTensor, remapped ids)."""
+
+    _unsharded_type = QuantManagedCollisionEmbeddingBagCollection
 
     if TYPE_CHECKING:
 

@@ -90,7 +90,7 @@ ROOMS: dict[str, set[str]] = {
     "sharding/dmp": {"sharding/comms", "sharding/engine", "sharding/modules", "sharding/plan", "sharding/planning"},
     "sharding/engine": {"sharding/comms", "sharding/plan"},
     "sharding/modules": {"sharding/comms", "sharding/engine", "sharding/plan", "sharding/quant"},
-    "sharding/pipeline": {"sharding/comms", "sharding/dmp", "sharding/engine", "sharding/modules"},
+    "sharding/pipeline": {"sharding/comms", "sharding/dmp", "sharding/engine", "sharding/modules", "sharding/plan"},
     "sharding/plan": {"sharding/comms"},
     "sharding/planning": {"sharding/comms", "sharding/modules", "sharding/plan", "sharding/quant"},
     "sharding/quant": {"sharding/comms", "sharding/plan"},
