@@ -39,15 +39,25 @@ class Ahead(Generic[In]):
     ) -> None:
         self._calls, self._stream = Calls(model, *agrees_by, prepares=prepares), stream
 
-    def start(self, fetched: Fetched[In]) -> None:
-        """Have the batch's sizes leave; does nothing the second time, or where its calls are not known yet."""
+    def can_start(self, fetched: Fetched[In]) -> bool:
+        """Whether the calls of the batch's step are known, and it is a batch that may leave."""
+        known = self._calls.of(self._calls.mode()) is not None
+        return known and fetched.mode is None and not (fetched.ended or fetched.error is not None or fetched.stays)
+
+    def start(self, fetched: Fetched[In], given: In | None = None) -> None:
+        """Have the batch's sizes leave; does nothing the second time, or where its calls are not known yet.
+
+        `given` is routed in the place of the batch; the model's step then takes it whatever it is called with.
+        """
         mode = self._calls.mode()
         calls = self._calls.of(mode)
-        if calls is None or fetched.mode is not None or fetched.ended or fetched.error is not None or fetched.stays:
+        if calls is None or not self.can_start(fetched):
             return
         fetched.mode = mode
         with on(self._stream):
-            batch = fetched.use(self._stream)
+            own = fetched.use(self._stream)
+            batch = own if given is None else given
+            fetched.is_replaced = batch is not own
             for call in calls:
                 with torch.set_grad_enabled(call.grad):
                     features: Any
@@ -111,7 +121,8 @@ class Ahead(Generic[In]):
             RuntimeError: the model left something.
         """
         for one in fetched.started:
-            one.step.taken_by = None if one.call.is_prepared else one.features
+            takes_any = one.call.is_prepared or fetched.is_replaced
+            one.step.taken_by = None if takes_any else one.features
             one.call.module.routed_ahead.append(one.step)
         left: list[str] = []
         try:

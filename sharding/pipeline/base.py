@@ -85,13 +85,21 @@ class FedPipeline(TrainPipeline[In, Out]):
         """
         if self._feed.is_over(dataloader_iter):
             return False
-        fetched = self._feed.fetch(dataloader_iter)
+        fetched = self._feed.fetch(lambda: self._load(dataloader_iter))
         if not self._execute_all_batches:
             self._feed.settle(fetched)
             if fetched.ended:
                 raise StopIteration
         self._queue.append(fetched)
         return True
+
+    def dequeue_batch(self) -> None:
+        """Let the oldest batch go, whose step is over."""
+        self._queue.popleft()
+
+    def _load(self, dataloader_iter: Iterator[In]) -> tuple[In | None, Any]:
+        """The next batch on the device, None at the end, and what is kept of it."""
+        return self._feed.load(dataloader_iter), None
 
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
         """Fetch the batches that a step needs under way."""
@@ -127,7 +135,7 @@ class FedPipeline(TrainPipeline[In, Out]):
 
     def _raise(self, first: Fetched[In]) -> None:
         if first.error is not None:
-            self._queue.popleft()
+            self.dequeue_batch()
             raise first.error
 
     def _watched(self) -> AbstractContextManager[None]:
@@ -169,13 +177,15 @@ class TrainPipelineBase(FedPipeline[In, Out]):
         self.fill_pipeline(dataloader_iter)
         first = self._first()
         self.enqueue_batch(dataloader_iter)
-        self._queue.popleft()
-        if self._trains():
-            self._optimizer.zero_grad()
-        losses, output = self._model_fwd(first.use(current(self._feed.stream)))
-        if self._trains():
-            torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
-            self._optimizer.step()
+        try:
+            if self._trains():
+                self._optimizer.zero_grad()
+            losses, output = self._model_fwd(first.use(current(self._feed.stream)))
+            if self._trains():
+                torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
+                self._optimizer.step()
+        finally:
+            self.dequeue_batch()
         return output
 
 
