@@ -177,6 +177,13 @@ def raise_first(
         raise error from failure
 
 
+def raise_flagged(exchange: Exchange, flags: Sequence[int], failure: Exception | None, device: torch.device) -> None:
+    """Raise on all ranks the error of the first whose flag, which came with rows, is not 0; `failure` is this one's."""
+    if exchange.alone and failure is not None:
+        raise failure
+    raise_first(exchange, [flag != 0 for flag in flags], failure, errors=STEP_ERRORS, device=device)
+
+
 @dataclass(frozen=True)
 class PendingHeader:
     """The headers of all ranks on their way to this one, which sent its own."""

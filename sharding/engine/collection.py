@@ -30,7 +30,7 @@ from ...planner.layout import Shard, TableOptions, validate
 from ..comms.agreement import Facts, agree, facts_of, facts_of_shards
 from ..comms.async_collective import get_gradient_division
 from ..comms.awaitable import LazyAwaitable
-from ..comms.consensus import send_header
+from ..comms.consensus import raise_flagged, send_header
 from ..comms.env import ShardingEnv
 from ..comms.exchange import Exchange
 from ..comms.host_exchange import HostExchange
@@ -41,7 +41,7 @@ from .flags import fault_error, fault_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
 from .id_map import IdMap, id_ranges
 from .reshard import reshard
-from .route import Sending, divide_ahead, route
+from .route import Sending, divide_ahead, route, route_again
 from .routes import Routes, Table, plan_routes
 from .shards import LocalShards
 from .stages import StagedModule, StepContext
@@ -59,6 +59,7 @@ from .wire import (
     unpack_ids,
     unpack_sizes,
     unpack_weight_gradients,
+    unpack_weights,
 )
 
 
@@ -290,6 +291,8 @@ class ShardedCollection(StagedModule[Step]):
         step = step or self.start(features)  # its ids are lined up, and all ranks are told their sizes
         self.send_ids(step)  # the sizes of all ranks are here, and ids leave
         self.receive_ids(step)  # the ids of all ranks are here, in order
+        if step.awaits_weights:
+            self._weigh(step, features)
         self.look_up(step)  # their rows leave
         # `finish`, when the result is used: the rows of all ranks are here, and become the output
         return self._awaitable(self, step)
@@ -302,6 +305,8 @@ class ShardedCollection(StagedModule[Step]):
         step = (self.take(features) if self.routed_ahead else None) or self.start(features)
         self.send_ids(step)
         self.receive_ids(step)
+        if step.awaits_weights:
+            self._weigh(step, features)
         return step
 
     def start(self, features: KeyedJaggedTensor | Exception) -> Step:
@@ -338,6 +343,7 @@ class ShardedCollection(StagedModule[Step]):
                 if ahead:
                     divided = divide_ahead(features, self._routes, sending, weights, lenient=lenient)
             step.routed, step.sending = features, sending
+            step.divided_ahead = divided is not None
             route(step, self._routes, weights, lenient=lenient, divided=divided)
             sizes = pack_sizes(step)
         except Exception as error:
@@ -375,6 +381,32 @@ class ShardedCollection(StagedModule[Step]):
         if self._id_maps:
             self.shards.translate(step, self._id_maps)
         step.phase = IDS_RECEIVED
+
+    def _weigh(self, step: Step, features: KeyedJaggedTensor | Exception) -> None:
+        """Send the weights of a batch whose ids left ahead of them: what makes them is trained by the step before.
+
+        Raises, on all ranks, what `features` is on some rank; ValueError: it is not the batch that left.
+        """
+        lenient = self._policy.bounds_check is not BoundsCheckMode.FATAL and bool(step.sending.used)
+        weighed = step
+        failure: Exception | None = None
+        try:
+            if isinstance(features, Exception):
+                raise features
+            padded = pad_strides(features) if features.variable_stride_per_key() else features
+            weighed = route_again(step, self._routes, padded, lenient=lenient)
+        except Exception as error:
+            failure = error
+        weights = weighed.sent_weights
+        assert weights is not None
+        flag = torch.tensor([int(failure is not None)], dtype=torch.int32, device="cpu").to(self.device)
+        pending = self._exchange.rows(weights.detach(), step.ids_to, step.ids_from, flag=flag, what="weights")
+        received = pending.wait()
+        if any(pending.flags):
+            self.drop(step)
+            raise_flagged(self._exchange, pending.flags, failure, self.device)
+        step.sent_weights, step.received_weights = weights, unpack_weights(step, received)
+        step.replicated, step.division, step.awaits_weights = weighed.replicated, weighed.division, False
 
     def prefetch(
         self, dist_input: Step, forward_stream: torch.Stream | None = None, ctx: StepContext | None = None

@@ -275,12 +275,18 @@ def divide_ahead(
 
 
 def route(
-    step: Step, routes: Routes, weights: Tensor | None, *, lenient: bool, divided: Division | None = None
+    step: Step,
+    routes: Routes,
+    weights: Tensor | None,
+    *,
+    lenient: bool,
+    divided: Division | None = None,
+    sizes: list[int] | None = None,
 ) -> None:
     """Line the ids of `step.routed` up for the ranks that serve them; all features have one batch size.
 
     With `lenient` ids may lie outside their tables: they travel as numbers that lie outside every shard. `divided` is
-    what `divide_ahead` found.
+    what `divide_ahead` found. `sizes` are those of the division, where the host knows them already.
     """
     features, sending = step.routed, step.sending
     step.batch = features.stride() if routes.pooled else 1
@@ -324,8 +330,31 @@ def route(
         ids, lengths, counts = ids[: ends[at]], lengths[:at], counts[:at]
         weights = None if weights is None else weights[: ends[at]]
     if divided is None and sending.cuts is not None:
-        ids, weights, lengths, counts = _divide_cuts(step, routes, ids, weights, lengths, counts, lenient)
+        ids, weights, lengths, counts = _divide_cuts(
+            step, routes, ids, weights, lengths, counts, lenient, sizes
+        )  # fmt: skip
     step.sent_ids, step.sent_weights, step.sent_lengths, step.counts = ids, weights, lengths, counts
+
+
+def route_again(step: Step, routes: Routes, features: KeyedJaggedTensor, *, lenient: bool) -> Step:
+    """A batch that was lined up as `step` without its weights, lined up once more with them; `features` are padded.
+
+    Raises:
+        ValueError: it is not the batch that was lined up.
+    """
+    weights = features.weights() if step.update else features.weights().detach()
+    weighed = Step(step.update, step.receiving)
+    weighed.routed, weighed.sending = features, step.sending
+    if list(step.sending.place) != list(features.keys()):
+        raise ValueError(f"the batch that left ahead has keys {list(step.sending.place)}, this one {features.keys()}")
+    sizes = None if step.division is None else step.division.sizes
+    divided = divide_ahead(features, routes, step.sending, weights, lenient=lenient) if step.divided_ahead else None
+    if divided is not None and sizes is not None:
+        divided.sizes = sizes
+    route(weighed, routes, weights, lenient=lenient, divided=divided, sizes=sizes)
+    if weighed.counts != step.counts:
+        raise ValueError("the batch that left ahead has other ids: what makes weights may change nothing else of it")
+    return weighed
 
 
 def _numbers(ids: Tensor, routes: Routes, weights: Tensor | None, lenient: bool) -> tuple[Tensor, Tensor | None]:
@@ -349,7 +378,14 @@ def _permuted(
 
 
 def _divide_cuts(
-    step: Step, routes: Routes, ids: Tensor, weights: Tensor | None, lengths: Tensor, counts: list[int], lenient: bool
+    step: Step,
+    routes: Routes,
+    ids: Tensor,
+    weights: Tensor | None,
+    lengths: Tensor,
+    counts: list[int],
+    lenient: bool,
+    sizes: list[int] | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, list[int]]:
     """Segments of whole lookups and of cuts, undivided, as those of the streams in their order."""
     sending = step.sending
@@ -359,7 +395,7 @@ def _divide_cuts(
     of_cuts = None if weights is None else weights[end:]
     step.division = division = divide(sending.cuts, lengths[whole:], ids[end:], of_cuts, routes, lenient)
     # host sync on CUDA: the sizes that leave
-    division.sizes = division.sizes_there.tolist()
+    division.sizes = division.sizes_there.tolist() if sizes is None else sizes
     ids, lengths = torch.cat([ids[:end], division.ids]), torch.cat([lengths[:whole], division.lengths])
     counts = [*counts[:whole], *division.sizes]
     if division.weights is not None:

@@ -42,6 +42,9 @@ class Step:
     # the very object that the forward must be called with to take this step, or None: any
     taken_by: object | None = None
 
+    # whether its weights are those of nobody yet: they travel by themselves once its ids are here
+    awaits_weights: bool = False
+
     # STARTED: the batch as it was given, padded to one batch size, and as it travels: that, or each id once
     given: KeyedJaggedTensor = field(init=False)
     padded: KeyedJaggedTensor = field(init=False)
@@ -61,6 +64,7 @@ class Step:
     # what is looked up here, in tables that every rank holds; and the ids that were divided among row ranges
     replicated: list[ReplicatedBatch] = field(init=False)
     division: Division | None = None
+    divided_ahead: bool = False
     # sizes of the message to each rank, on their way; all that there is of a batch that is bad on this rank
     header: PendingHeader = field(init=False)
 

@@ -23,12 +23,14 @@ from shardwise.embeddings import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
 )
+from shardwise.embeddings.collections.feature_processors import only_weighs, with_weights
 from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 
 from ..comms.awaitable import LazyAwaitable
 from ..comms.env import ShardingEnv
 from ..engine.collection import ShardedCollection
 from ..engine.stages import StagedModule, StepContext
+from ..engine.step import Step
 from ..plan.module_sharder import ModuleSharder, require_tables, require_type
 from ..plan.plan import ParameterSharding
 from .sharders import (
@@ -133,7 +135,34 @@ class ShardedFeatureProcessedEmbeddingBagCollection(Nested):
         Raises:
             KeyError, IndexError, ValueError, TypeError: as the unsharded module, on all ranks.
         """
-        return self._embedding_bag_collection(self._processed(features))  # type: ignore[no-any-return]
+        processed = self._processed(features)
+        waiting = cast(ShardedCollection, self._embedding_bag_collection).routed_ahead
+        if waiting and waiting[0].awaits_weights and waiting[0].taken_by is features:
+            # the batch that left for this call, whose weights are these
+            waiting[0].taken_by = processed
+        return self._embedding_bag_collection(processed)  # type: ignore[no-any-return]
+
+    @property
+    def only_weighs(self) -> bool:
+        """Whether the processors leave ids and bags as they are, so that these can leave before the weights."""
+        return only_weighs(self._feature_processors)
+
+    def start_without_weights(self, features: KeyedJaggedTensor | Exception) -> Step:
+        """Route the batch and tell all ranks its sizes; `forward` makes its weights and sends them.
+
+        The step is one of the collection, for its `routed_ahead`.
+        """
+        try:
+            if not isinstance(features, Exception):
+                trained = any(param.requires_grad for param in self._feature_processors.parameters())
+                # all ranks must know whether weights have gradients
+                ones = torch.ones(features.values().shape[0], device=features.device())
+                features = with_weights(features, ones.requires_grad_(trained and torch.is_grad_enabled()))
+        except Exception as error:
+            features = error
+        step = cast(ShardedCollection, self._embedding_bag_collection).start(features)
+        step.awaits_weights = True
+        return step
 
     def _parts(self) -> list[StagedModule[Any]]:
         return [cast(ShardedCollection, self._embedding_bag_collection)]

@@ -66,7 +66,7 @@ class Ahead(Generic[In]):
                     except Exception as error:
                         # in the place of the batch, so that no rank waits for this one
                         features = error
-                    fetched.started.append(Started(call, features, call.module.start(features)))
+                    fetched.started.append(Started(call, features, call.start(features)))
 
     def send(self, fetched: Fetched[In]) -> None:
         """Wait for the sizes of all ranks, and have the batch's ids leave.

@@ -141,16 +141,26 @@ class ModuleCall:
     module: ShardedCollection
     features: object
     grad: bool
+    # what was given to the feature-processed module around it
+    processed: object = None
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of every step: its module, and where its input is in the batch or what makes it of the batch."""
+    """A call of every step: its module, and where its input is in the batch or what makes it of the batch.
+
+    Where a feature-processed module is `around`, the input is that module's: its weights follow in the step.
+    """
 
     name: str
     module: ShardedCollection
     source: Path | Preparation
     grad: bool
+    around: ShardedFeatureProcessedEmbeddingBagCollection | None = None
+
+    def start(self, features: Any) -> Step:
+        """Have the batch's sizes leave."""
+        return self.module.start(features) if self.around is None else self.around.start_without_weights(features)
 
     def input_of(self, batch: Any) -> Any:
         """The input of the call in the step of `batch`."""
@@ -167,7 +177,8 @@ class Call:
 
     def __str__(self) -> str:
         source = "prepared" if self.is_prepared else self.source
-        return f"{self.name} of {source}, gradients {self.grad}"
+        weights = "" if self.around is None else ", weights later"
+        return f"{self.name} of {source}, gradients {self.grad}{weights}"
 
 
 @dataclass
@@ -186,6 +197,12 @@ class Calls:
         self._model, self._exchange, self._device = model, exchange, device
         self._prepares = prepares
         self._collections = sharded_collections(get_unwrapped_module(model))
+        # feature-processed modules by the path of their collection
+        self._around = {
+            f"{path}._embedding_bag_collection" if path else "_embedding_bag_collection": module
+            for path, module in get_unwrapped_module(model).named_modules()
+            if isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
+        }
         self._known: dict[Mode, list[Call]] = {}
         self._warned: set[str] = set()
 
@@ -205,9 +222,14 @@ class Calls:
             yield
             return
         seen: list[ModuleCall] = []
+        processed: dict[str, Any] = {}
         hooks = [
-            module.register_forward_pre_hook(_noting(seen, name, module), with_kwargs=True)
+            module.register_forward_pre_hook(_noting(seen, processed, name, module), with_kwargs=True)
             for name, module in self._collections.items()
+        ]
+        hooks += [
+            module.register_forward_pre_hook(_noting_processed(processed, name), with_kwargs=True)
+            for name, module in self._around.items()
         ]
         try:
             yield
@@ -232,10 +254,13 @@ class Calls:
                     why += f", and what makes it of the batch cannot run ahead: {error}"
             elif source is None:
                 why += ": pipeline_postproc=True runs ahead what makes it, if that is possible"
+            around = self._around.get(seen_call.name) if source is None else None
+            if around is not None and around.only_weighs:
+                source = _path_to(seen_call.processed, batch, _DEPTH, set())
             if source is None:
                 self._warn(seen_call.name, why)
             else:
-                calls.append(Call(seen_call.name, seen_call.module, source, seen_call.grad))
+                calls.append(Call(seen_call.name, seen_call.module, source, seen_call.grad, around))
         return calls
 
     def _agreed(self, calls: list[Call]) -> list[Call]:
@@ -254,10 +279,17 @@ class Calls:
             warnings.warn(f"{what} not pipelined: {why}", stacklevel=7)
 
 
-def _noting(seen: list[ModuleCall], name: str, module: ShardedCollection) -> Any:
+def _noting(seen: list[ModuleCall], processed: dict[str, Any], name: str, module: ShardedCollection) -> Any:
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         features = args[0] if args else next(iter(kwargs.values()), None)
-        seen.append(ModuleCall(name, module, features, torch.is_grad_enabled()))
+        seen.append(ModuleCall(name, module, features, torch.is_grad_enabled(), processed.pop(name, None)))
+
+    return note
+
+
+def _noting_processed(processed: dict[str, Any], name: str) -> Any:
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        processed[name] = args[0] if args else next(iter(kwargs.values()), None)
 
     return note
 
