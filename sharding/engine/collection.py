@@ -33,6 +33,7 @@ from ..comms.awaitable import LazyAwaitable
 from ..comms.consensus import raise_flagged, send_header
 from ..comms.env import ShardingEnv
 from ..comms.exchange import Exchange
+from ..comms.failures import agreed
 from ..comms.host_exchange import HostExchange
 from ..comms.qcomms import codecs_of
 from .batch_check import check_batch
@@ -146,6 +147,8 @@ class ShardedCollection(StagedModule[Step]):
 
     # what a forward returns, made of the collection and a step
     _awaitable: type[Any]
+    # whether it has the ids too
+    _need_indices = False
 
     def __init__(
         self,
@@ -447,8 +450,21 @@ class ShardedCollection(StagedModule[Step]):
         if step.update != update or step.receiving is not self._receiving[update]:
             # it left for another kind of step, or under another plan
             self.drop(step)
+            if step.is_freed:
+                raise agreed(RuntimeError(
+                    "the batch left ahead for another kind of step, or under another plan, and its features were freed:"
+                    " leave free_features_storage_early=False, or reset() the pipeline before such a change"
+                ))  # fmt: skip
             return None
         return step
+
+    def read_later(self, step: Step) -> tuple[str, ...]:
+        """Which tensors of its batch a step that was started still reads: all others may be freed."""
+        if self._pooled:
+            return ()
+        if step.given.inverse_indices_or_none() is not None:
+            return "values", "lengths", "offsets"
+        return ("values", "lengths", "offsets") if self._need_indices else ("lengths", "offsets")
 
     def drop(self, step: Step) -> None:
         """Let a batch go that no forward will take: what travels is waited for, its rows may leave their slots."""

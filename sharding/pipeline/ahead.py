@@ -12,7 +12,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from shardwise.jagged import KeyedJaggedTensor
 from shardwise.sharding.comms.exchange import Exchange
+from shardwise.sharding.comms.failures import agreed
 
 from .calls import Calls, Started
 from .feed import Fetched
@@ -27,6 +29,7 @@ class Ahead(Generic[In]):
     Args:
         agrees_by: an exchange between all ranks that train the model, and the device whose tensors it takes.
         prepares: whether inputs that the model makes itself are made ahead.
+        frees: whether the memory of a batch's features is freed once they are lined up to leave.
     """
 
     def __init__(
@@ -36,7 +39,9 @@ class Ahead(Generic[In]):
         stream: torch.Stream | None,
         *,
         prepares: bool,
+        frees: bool = False,
     ) -> None:
+        self._frees = frees
         self._calls, self._stream = Calls(model, *agrees_by, prepares=prepares), stream
 
     def can_start(self, fetched: Fetched[In]) -> bool:
@@ -68,6 +73,43 @@ class Ahead(Generic[In]):
                         features = error
                     fetched.started.append(Started(call, features, call.start(features)))
 
+            if self._frees and self._calls.reads_batches_ahead(mode) and not fetched.is_replaced:
+                self._free(fetched)
+
+    def _free(self, fetched: Fetched[In]) -> None:
+        """Free what of the batch's features is read by nobody later: sharded modules have copies, in another order."""
+        # by the batch that several modules may share: the tensors that one of them still reads
+        read: dict[int, set[str]] = {}
+        batches: dict[int, KeyedJaggedTensor] = {}
+        for one in fetched.started:
+            if not isinstance(one.features, KeyedJaggedTensor) or not hasattr(one.step, "sent_ids"):
+                # a batch that is bad here: all ranks raise in its place
+                return
+            batches[id(one.features)] = one.features
+            read.setdefault(id(one.features), set()).update(one.call.module.read_later(one.step))
+        kept = {
+            tensor.untyped_storage().data_ptr()
+            for number, batch in batches.items()
+            for name, tensor in batch.storages().items()
+            if name in read[number]
+        }
+        freed = [
+            tensor
+            for batch in batches.values()
+            for tensor in batch.storages().values()
+            if tensor.untyped_storage().data_ptr() not in kept and not tensor.requires_grad
+        ]
+        for one in fetched.started:
+            one.step.part_from(freed)
+        for tensor in freed:
+            tensor.untyped_storage().resize_(0)
+        fetched.is_freed = True
+
+    def clear_inputs(self, fetched: Fetched[In]) -> None:
+        """Let go what was sent for a batch whose ids have arrived."""
+        for one in fetched.started:
+            one.step.release_sent()
+
     def send(self, fetched: Fetched[In]) -> None:
         """Wait for the sizes of all ranks, and have the batch's ids leave.
 
@@ -89,6 +131,11 @@ class Ahead(Generic[In]):
     def _arrive(self, fetched: Fetched[In], *, maps: bool) -> None:
         """`arrive`; without `maps` modules whose ids are mapped are left out."""
         if fetched.mode is not None and fetched.mode != self._calls.mode():
+            if fetched.is_freed:
+                fetched.error = agreed(RuntimeError(
+                    "the batch left ahead for another kind of step (train() or eval(), with gradients or without), and"
+                    " its features were freed: leave free_features_storage_early=False, or reset() before such a change"
+                ))  # fmt: skip
             self.drop(fetched)
         self.send(fetched)
         here = current(self._stream)

@@ -159,7 +159,8 @@ class TrainPipelineBase(FedPipeline[In, Out]):
         optimizer: steps after each backward, if the model trains.
         device: where batches go.
         custom_model_fwd: called with a batch in place of the model.
-        enable_inplace_copy_batch: has no effect.
+        enable_inplace_copy_batch: give batches memory of the stream that trains, so that what one frees the next can
+            have; their copies begin once that stream is done with what it was given before.
     """
 
     def __init__(
@@ -171,7 +172,10 @@ class TrainPipelineBase(FedPipeline[In, Out]):
         enable_inplace_copy_batch: bool = False,
     ) -> None:
         super().__init__(model, optimizer, device, custom_model_fwd, depth=1)
-        warn_of_unused(enable_inplace_copy_batch=enable_inplace_copy_batch)
+        self._enable_inplace_copy_batch = enable_inplace_copy_batch
+
+    def _load(self, dataloader_iter: Iterator[In]) -> tuple[In | None, Any]:
+        return self._feed.load(dataloader_iter, in_place=self._enable_inplace_copy_batch), None
 
     def _step(self, dataloader_iter: Iterator[In]) -> Out:
         self.fill_pipeline(dataloader_iter)

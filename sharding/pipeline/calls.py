@@ -204,6 +204,8 @@ class Calls:
             if isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
         }
         self._known: dict[Mode, list[Call]] = {}
+        # kinds of steps of which every call of a sharded module finds its input in the batch
+        self._read_ahead: set[Mode] = set()
         self._warned: set[str] = set()
 
     def mode(self) -> Mode:
@@ -213,6 +215,10 @@ class Calls:
     def of(self, mode: Mode) -> list[Call] | None:
         """The calls of such a step that can leave ahead; None before one was seen."""
         return self._known.get(mode)
+
+    def reads_batches_ahead(self, mode: Mode) -> bool:
+        """Whether in such a step no sharded module reads what it is called with: all of it left ahead."""
+        return mode in self._read_ahead
 
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
@@ -236,7 +242,9 @@ class Calls:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._known[mode] = self._agreed(self._found(seen, batch))
+        self._known[mode] = calls = self._agreed(self._found(seen, batch))
+        if len(calls) == len(seen) and not any(call.is_prepared or call.around for call in calls):
+            self._read_ahead.add(mode)
 
     def _found(self, seen: list[ModuleCall], batch: Any) -> list[Call]:
         calls: list[Call] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +22,7 @@ from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.engine.collection import ShardedCollection
 
 from .calls import Started
-from .streams import current, new_stream, on, record_stream, to_device
+from .streams import AllocatesOn, current, new_stream, on, record_stream, to_device
 
 In = TypeVar("In")
 
@@ -41,6 +42,8 @@ class Fetched(Generic[In]):
     # calls of its step that left ahead, and the kind of step that they left for
     started: list[Started] = field(default_factory=list)
     mode: tuple[bool, bool] | None = None
+    # whether the memory of its features is freed
+    is_freed: bool = False
     # whether another batch left in its place
     is_replaced: bool = False
     # whether it is not to leave ahead
@@ -71,6 +74,8 @@ class Feed(Generic[In]):
         # whether this rank has seen the end of its iterator, and whether all know of one
         self._is_empty = self._is_over = False
         self._has_warned = False
+        # the stream that a batch is fetched from
+        self._trains_on: Any = None
 
     def follow(self, model: nn.Module) -> None:
         """Agree with the ranks that train this model."""
@@ -83,12 +88,16 @@ class Feed(Generic[In]):
             self._is_empty = self._is_over = False
         return self._is_over
 
-    def load(self, iterator: Iterator[In]) -> In | None:
-        """A batch, which is being copied to the device; None once the iterator has ended. Raises as the iterator."""
+    def load(self, iterator: Iterator[In], *, in_place: bool = False) -> In | None:
+        """A batch, which is being copied to the device; None once the iterator has ended. Raises as the iterator.
+
+        With `in_place` its memory is that of the stream that trains.
+        """
         self.is_over(iterator)
         batch = None if self._is_empty else next(iterator, None)
         self._is_empty = batch is None
-        with on(self.stream):
+        into = AllocatesOn(self._trains_on, self.stream) if in_place and self.stream is not None else nullcontext()
+        with on(self.stream), into:
             loaded: In | None = to_device(batch, self._device, non_blocking=True)
         return loaded
 
@@ -100,6 +109,7 @@ class Feed(Generic[In]):
         exchange, device = self.agrees_by
         batch: In | None = None
         context = copied = None
+        self._trains_on = current(self.stream)
         told: list[list[int]] | Exception
         try:
             # what `load` makes of a batch is there once its copy is

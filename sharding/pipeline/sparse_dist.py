@@ -43,8 +43,13 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
             first among them; None leaves it to you.
         enqueue_batch_after_forward: load a batch after the forward instead of before.
         context_type: what is made for each batch, called with its `index` and `version`; stages get it.
-        apply_jit, enable_inplace_copy_batch, free_features_storage_early, clear_data_dist_inputs: have
-            no effect.
+        enable_inplace_copy_batch: give batches memory of the stream that trains; see `inplace_copy_batch_to_gpu`.
+        free_features_storage_early: free the memory of a batch's features as soon as they are lined up to leave, where
+            sharded modules are all that reads them: the model may hand them on, and nothing else. What a sequence's
+            result has of them stays. Nothing is freed for a model of which a sharded module is not pipelined, or whose
+            input is made by the model.
+        clear_data_dist_inputs: let go what was sent for a batch before its forward, in `clear_sparse_data_dist_inputs`.
+        apply_jit: has no effect.
     """
 
     # batches whose ids are under way during a step
@@ -71,11 +76,9 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
             model, optimizer, device, custom_model_fwd, depth=1 + self._batches_ahead,
             execute_all_batches=execute_all_batches,
         )  # fmt: skip
-        warn_of_unused(
-            apply_jit=apply_jit,
-            enable_inplace_copy_batch=enable_inplace_copy_batch,
-            free_features_storage_early=free_features_storage_early, clear_data_dist_inputs=clear_data_dist_inputs,
-        )  # fmt: skip
+        warn_of_unused(apply_jit=apply_jit)
+        self._enable_inplace_copy_batch = enable_inplace_copy_batch
+        self._free_features_storage_early, self._clear_inputs = free_features_storage_early, clear_data_dist_inputs
         self._context_type = context_type or self._default_context_type
         self._next_index = 0
         self._pipeline_postproc = pipeline_postproc
@@ -101,6 +104,22 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         """
         return self._feed.load(dataloader_iter), self._create_context()
 
+    def inplace_copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, TrainPipelineContext | None]:
+        """As `copy_batch_to_gpu`, in whose place it is called with `enable_inplace_copy_batch`.
+
+        A batch gets memory of the stream that trains, so that what one frees the next can have; its copy begins once
+        that stream is done with what it was given before. On the CPU both are the same.
+        """
+        return self._feed.load(dataloader_iter, in_place=True), self._create_context()
+
+    def clear_sparse_data_dist_inputs(self, context: TrainPipelineContext) -> None:
+        """Let go what was sent for a batch whose ids have arrived; called before its forward, if that is asked for.
+
+        Raises:
+            ValueError: the context is of no batch under way.
+        """
+        self._ahead.clear_inputs(self._fetched_of(context))
+
     def start_sparse_data_dist(self, batch: In | None, context: TrainPipelineContext) -> None:
         """Route the ids of a batch and have their sizes leave; called once for each, all ranks in the same order.
 
@@ -121,7 +140,8 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         self._ahead.send(self._fetched_of(context))
 
     def _load(self, dataloader_iter: Iterator[In]) -> tuple[In | None, TrainPipelineContext]:
-        batch, context = self.copy_batch_to_gpu(dataloader_iter)
+        copy = self.inplace_copy_batch_to_gpu if self._enable_inplace_copy_batch else self.copy_batch_to_gpu
+        batch, context = copy(dataloader_iter)
         return batch, self._create_context() if context is None else context
 
     def _create_context(self) -> TrainPipelineContext:
@@ -144,6 +164,8 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
             self._send(first)
         self._ahead.arrive(first)
         self._raise(first)
+        if self._clear_inputs:
+            self.clear_sparse_data_dist_inputs(first.context)
         for fetched in islice(self._queue, 1, 1 + self._batches_ahead):
             self._start(fetched)
         if not self._enqueue_after_forward:
@@ -169,8 +191,10 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
     def detach(self) -> nn.Module:
         """The model, to be used without the pipeline; batches that were fetched stay. All ranks call it together."""
         for fetched in self._queue:
-            self._ahead.drop(fetched)
-            fetched.has_left = fetched.has_sent = False
+            # one whose features were freed cannot leave again
+            if not fetched.is_freed:
+                self._ahead.drop(fetched)
+                fetched.has_left = fetched.has_sent = False
         return self._model
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
@@ -187,12 +211,16 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
 
     def reset(self) -> None:
         """Forget the batches under way; the next step begins anew. All ranks call it together."""
-        self.detach()
+        for fetched in self._queue:
+            self._ahead.drop(fetched)
         super().reset()
         self._steps = 0
 
     def _ahead_of(self, model: nn.Module) -> Ahead[In]:
-        return Ahead(model, self._feed.agrees_by, self._stream, prepares=self._pipeline_postproc)
+        return Ahead(
+            model, self._feed.agrees_by, self._stream, prepares=self._pipeline_postproc,
+            frees=self._free_features_storage_early,
+        )  # fmt: skip
 
     def _start(self, fetched: Fetched[In]) -> None:
         self._feed.settle(fetched)

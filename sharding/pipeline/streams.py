@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.sharding.comms.streams import record_stream
 
-__all__ = ["current", "new_stream", "on", "record_stream", "to_device", "wait_for"]
+__all__ = ["AllocatesOn", "current", "new_stream", "on", "record_stream", "to_device", "wait_for"]
 
 
 def new_stream(device: torch.device, priority: int = 0) -> torch.Stream | None:
@@ -61,3 +62,28 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
         f"a batch is moved by its `to(device, non_blocking)`, which {type(batch).__name__} lacks; lists, tuples and"
         " dicts of what has one will do too"
     )
+
+
+class AllocatesOn(TorchDispatchMode):
+    """Inside, what is copied from the CPU to a device gets memory of the stream `owner`; the copy goes to `copies`."""
+
+    def __init__(self, owner: Any, copies: Any) -> None:
+        super().__init__()
+        self._owner, self._copies = owner, copies
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        moves = func is torch.ops.aten._to_copy.default and device is not None and args[0].device.type == "cpu"
+        if not moves or torch.device(device).type == "cpu":
+            return func(*args, **kwargs)
+        source, dtype = args[0], kwargs.get("dtype")
+        with on(self._owner):
+            there = torch.empty_like(source, device=device, dtype=dtype or source.dtype)
+        # memory that was freed there may still be read by what that stream was given
+        self._copies.wait_stream(self._owner)
+        there.copy_(source, non_blocking=bool(kwargs.get("non_blocking")))
+        there.record_stream(self._copies)
+        return there
