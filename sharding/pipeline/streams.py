@@ -64,20 +64,20 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
     )
 
 
-class AllocatesOn(TorchDispatchMode):
+class AllocatesOn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, what is copied from the CPU to a device gets memory of the stream `owner`; the copy goes to `copies`."""
 
     def __init__(self, owner: Any, copies: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._owner, self._copies = owner, copies
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        device = kwargs.get("device")
-        moves = func is torch.ops.aten._to_copy.default and device is not None and args[0].device.type == "cpu"
-        if not moves or torch.device(device).type == "cpu":
+        device: Any = kwargs.get("device") or "cpu"
+        is_copy = func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu"
+        if not is_copy or torch.device(device).type == "cpu":
             return func(*args, **kwargs)
         source, dtype = args[0], kwargs.get("dtype")
         with on(self._owner):
