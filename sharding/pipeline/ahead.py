@@ -15,9 +15,11 @@ from torch import nn
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.comms.failures import agreed
+from shardwise.sharding.engine.collection import ShardedCollection
 
 from .calls import Calls, Started
 from .feed import Fetched
+from .own_modules import OwnModule
 from .streams import current, on, record_stream, wait_for
 
 In = TypeVar("In")
@@ -82,11 +84,13 @@ class Ahead(Generic[In]):
         read: dict[int, set[str]] = {}
         batches: dict[int, KeyedJaggedTensor] = {}
         for one in fetched.started:
+            module = one.call.module
+            assert isinstance(module, ShardedCollection)
             if not isinstance(one.features, KeyedJaggedTensor) or not hasattr(one.step, "sent_ids"):
                 # a batch that is bad here: all ranks raise in its place
                 return
             batches[id(one.features)] = one.features
-            read.setdefault(id(one.features), set()).update(one.call.module.read_later(one.step))
+            read.setdefault(id(one.features), set()).update(module.read_later(one.step))
         kept = {
             tensor.untyped_storage().data_ptr()
             for number, batch in batches.items()
@@ -171,11 +175,17 @@ class Ahead(Generic[In]):
             takes_any = one.call.is_prepared or fetched.is_replaced
             one.step.taken_by = None if takes_any else one.features
             one.call.module.routed_ahead.append(one.step)
+        modules = dict.fromkeys(one.call.module for one in fetched.started)
+        own = [module for module in modules if isinstance(module, OwnModule)]
+        for module in own:
+            module.replace_forward()
         left: list[str] = []
         try:
             with self._calls.watching(batch):
                 yield
         finally:
+            for module in own:
+                module.restore_forward()
             for one in fetched.started:
                 waiting = one.call.module.routed_ahead
                 while waiting:

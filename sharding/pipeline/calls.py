@@ -25,8 +25,11 @@ from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.dmp.unwrap import get_unwrapped_module
 from shardwise.sharding.engine.collection import ShardedCollection
 from shardwise.sharding.engine.step import Step
-from shardwise.sharding.modules.nested import ShardedFeatureProcessedEmbeddingBagCollection
+from shardwise.sharding.modules.nested import Nested, ShardedFeatureProcessedEmbeddingBagCollection
 from shardwise.sharding.modules.placement import sharded_collections
+from shardwise.sharding.plan.sharded_module import ShardedModule
+
+from .own_modules import OwnModule, StagedStep, own_modules
 
 # the input of a call, made of a batch
 Preparation = Callable[[Any], Any]
@@ -53,7 +56,11 @@ class _UpTo(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Sharded modules are one node, as are layers of torch."""
-        return isinstance(m, ShardedCollection) or super().is_leaf_module(m, module_qualified_name)
+        return (
+            isinstance(m, ShardedModule)
+            and not isinstance(m, Nested)
+            or super().is_leaf_module(m, module_qualified_name)
+        )
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -107,7 +114,7 @@ def _check(model: nn.Module, node: fx.Node) -> None:
     """Refuse what would not be the same ahead."""
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
-        if isinstance(module, ShardedCollection):
+        if isinstance(module, ShardedModule):
             raise ValueError(f"it needs the sharded module {node.target!r}")
         trained = [f"{node.target}.{name}" for name, param in module.named_parameters() if param.requires_grad]
     elif node.op == "get_attr":
@@ -138,11 +145,13 @@ class ModuleCall:
     """A call that was watched."""
 
     name: str
-    module: ShardedCollection
+    module: ShardedCollection | OwnModule
     features: object
     grad: bool
     # what was given to the feature-processed module around it
     processed: object = None
+    # how many a module of a user's own was called with
+    arguments: int = 1
 
 
 @dataclass(frozen=True)
@@ -153,12 +162,12 @@ class Call:
     """
 
     name: str
-    module: ShardedCollection
+    module: ShardedCollection | OwnModule
     source: Path | Preparation
     grad: bool
     around: ShardedFeatureProcessedEmbeddingBagCollection | None = None
 
-    def start(self, features: Any) -> Step:
+    def start(self, features: Any) -> Step | StagedStep:
         """Have the batch's sizes leave."""
         return self.module.start(features) if self.around is None else self.around.start_without_weights(features)
 
@@ -187,7 +196,8 @@ class Started:
 
     call: Call
     features: Any
-    step: Step
+    # of its module's kind
+    step: Any
 
 
 class Calls:
@@ -196,7 +206,15 @@ class Calls:
     def __init__(self, model: nn.Module, exchange: Exchange, device: torch.device, *, prepares: bool) -> None:
         self._model, self._exchange, self._device = model, exchange, device
         self._prepares = prepares
-        self._collections = sharded_collections(get_unwrapped_module(model))
+        inside = get_unwrapped_module(model)
+        own = own_modules(inside)
+        # those that modules of a user's own hold are routed by these
+        self._modules: dict[str, ShardedCollection | OwnModule] = {
+            path: one
+            for path, one in sharded_collections(inside).items()
+            if not any(path.startswith(f"{outer}.") for outer in own)
+        }
+        self._modules.update(own)
         # feature-processed modules by the path of their collection
         self._around = {
             f"{path}._embedding_bag_collection" if path else "_embedding_bag_collection": module
@@ -230,8 +248,10 @@ class Calls:
         seen: list[ModuleCall] = []
         processed: dict[str, Any] = {}
         hooks = [
-            module.register_forward_pre_hook(_noting(seen, processed, name, module), with_kwargs=True)
-            for name, module in self._collections.items()
+            (module.module if isinstance(module, OwnModule) else module).register_forward_pre_hook(
+                _noting(seen, processed, name, module), with_kwargs=True
+            )
+            for name, module in self._modules.items()
         ]
         hooks += [
             module.register_forward_pre_hook(_noting_processed(processed, name), with_kwargs=True)
@@ -243,7 +263,8 @@ class Calls:
             for hook in hooks:
                 hook.remove()
         self._known[mode] = calls = self._agreed(self._found(seen, batch))
-        if len(calls) == len(seen) and not any(call.is_prepared or call.around for call in calls):
+        reads = [call for call in calls if call.is_prepared or call.around or isinstance(call.module, OwnModule)]
+        if len(calls) == len(seen) and not reads:
             self._read_ahead.add(mode)
 
     def _found(self, seen: list[ModuleCall], batch: Any) -> list[Call]:
@@ -253,7 +274,9 @@ class Calls:
             number = numbers[seen_call.name] = numbers.get(seen_call.name, -1) + 1
             source: Path | Preparation | None = _path_to(seen_call.features, batch, _DEPTH, set())
             why = "its input is not a part of the batch"
-            if isinstance(seen_call.features, Tensor):
+            if seen_call.arguments != 1:
+                source, why = None, "it is called with several arguments"
+            elif isinstance(seen_call.features, Tensor):
                 why = "it takes tensors, not a KeyedJaggedTensor"
             elif source is None and self._prepares:
                 try:
@@ -287,10 +310,12 @@ class Calls:
             warnings.warn(f"{what} not pipelined: {why}", stacklevel=7)
 
 
-def _noting(seen: list[ModuleCall], processed: dict[str, Any], name: str, module: ShardedCollection) -> Any:
+def _noting(seen: list[ModuleCall], processed: dict[str, Any], name: str, module: ShardedCollection | OwnModule) -> Any:
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         features = args[0] if args else next(iter(kwargs.values()), None)
-        seen.append(ModuleCall(name, module, features, torch.is_grad_enabled(), processed.pop(name, None)))
+        arguments = len(args) + len(kwargs) if isinstance(module, OwnModule) else 1
+        grad = torch.is_grad_enabled()
+        seen.append(ModuleCall(name, module, features, grad, processed.pop(name, None), arguments))
 
     return note
 
