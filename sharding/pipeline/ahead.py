@@ -43,24 +43,24 @@ class Ahead(Generic[In]):
         prepares: bool,
         frees: bool = False,
     ) -> None:
-        self._frees = frees
+        self._model, self._frees = model, frees
         self._calls, self._stream = Calls(model, *agrees_by, prepares=prepares), stream
 
     def can_start(self, fetched: Fetched[In]) -> bool:
         """Whether the calls of the batch's step are known, and it is a batch that may leave."""
-        known = self._calls.of(self._calls.mode()) is not None
-        return known and fetched.mode is None and not (fetched.ended or fetched.error is not None or fetched.stays)
+        if (torch.is_grad_enabled(), self._model.training) not in self._calls.known or fetched.mode is not None:
+            return False
+        return not (fetched.ended or fetched.error is not None or fetched.stays)
 
     def start(self, fetched: Fetched[In], given: In | None = None) -> None:
         """Have the batch's sizes leave; does nothing the second time, or where its calls are not known yet.
 
         `given` is routed in the place of the batch; the model's step then takes it whatever it is called with.
         """
-        mode = self._calls.mode()
-        calls = self._calls.of(mode)
-        if calls is None or not self.can_start(fetched):
+        if not self.can_start(fetched):
             return
-        fetched.mode = mode
+        mode = fetched.mode = torch.is_grad_enabled(), self._model.training
+        calls = self._calls.known[mode]
         with on(self._stream):
             own = fetched.use(self._stream)
             batch = own if given is None else given
@@ -119,6 +119,7 @@ class Ahead(Generic[In]):
 
         What is wrong with the batch becomes its `error`, on all ranks.
         """
+        fetched.is_sent = fetched.mode is not None
         with on(self._stream):
             for one in fetched.started:
                 try:
@@ -134,14 +135,15 @@ class Ahead(Generic[In]):
 
     def _arrive(self, fetched: Fetched[In], *, maps: bool) -> None:
         """`arrive`; without `maps` modules whose ids are mapped are left out."""
-        if fetched.mode is not None and fetched.mode != self._calls.mode():
+        if fetched.mode is not None and fetched.mode != (torch.is_grad_enabled(), self._model.training):
             if fetched.is_freed:
                 fetched.error = agreed(RuntimeError(
                     "the batch left ahead for another kind of step (train() or eval(), with gradients or without), and"
                     " its features were freed: leave free_features_storage_early=False, or reset() before such a change"
                 ))  # fmt: skip
             self.drop(fetched)
-        self.send(fetched)
+        if not fetched.is_sent:
+            self.send(fetched)
         here = current(self._stream)
         with on(self._stream):
             for one in fetched.started:
@@ -171,14 +173,15 @@ class Ahead(Generic[In]):
         Raises:
             RuntimeError: the model left something.
         """
+        own: list[OwnModule] = []
         for one in fetched.started:
+            module: Any = one.call.module
             takes_any = one.call.is_prepared or fetched.is_replaced
             one.step.taken_by = None if takes_any else one.features
-            one.call.module.routed_ahead.append(one.step)
-        modules = dict.fromkeys(one.call.module for one in fetched.started)
-        own = [module for module in modules if isinstance(module, OwnModule)]
-        for module in own:
-            module.replace_forward()
+            module.routed_ahead.append(one.step)
+            if isinstance(module, OwnModule) and module not in own:
+                own.append(module)
+                module.replace_forward()
         left: list[str] = []
         try:
             with self._calls.watching(batch):
@@ -187,9 +190,9 @@ class Ahead(Generic[In]):
             for module in own:
                 module.restore_forward()
             for one in fetched.started:
-                waiting = one.call.module.routed_ahead
-                while waiting:
-                    one.call.module.drop(waiting.popleft())
+                module = one.call.module
+                while module.routed_ahead:
+                    module.drop(module.routed_ahead.popleft())
                     left.append(one.call.name)
             fetched.started = []
         if left:
@@ -206,4 +209,4 @@ class Ahead(Generic[In]):
                 one.step.settle()
         for one in fetched.started:
             one.call.module.drop(one.step)
-        fetched.started, fetched.mode = [], None
+        fetched.started, fetched.mode, fetched.is_sent = [], None, False

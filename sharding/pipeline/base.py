@@ -85,7 +85,7 @@ class FedPipeline(TrainPipeline[In, Out]):
         """
         if self._feed.is_over(dataloader_iter):
             return False
-        fetched = self._feed.fetch(lambda: self._load(dataloader_iter))
+        fetched = self._feed.fetch(self._load, dataloader_iter)
         if not self._execute_all_batches:
             self._feed.settle(fetched)
             if fetched.ended:

@@ -221,7 +221,8 @@ class Calls:
             for path, module in get_unwrapped_module(model).named_modules()
             if isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
         }
-        self._known: dict[Mode, list[Call]] = {}
+        # calls that can leave ahead by the kind of step, once such a step was seen
+        self.known: dict[Mode, list[Call]] = {}
         # kinds of steps of which every call of a sharded module finds its input in the batch
         self._read_ahead: set[Mode] = set()
         self._warned: set[str] = set()
@@ -229,10 +230,6 @@ class Calls:
     def mode(self) -> Mode:
         """The kind of step that would be made now."""
         return torch.is_grad_enabled(), self._model.training
-
-    def of(self, mode: Mode) -> list[Call] | None:
-        """The calls of such a step that can leave ahead; None before one was seen."""
-        return self._known.get(mode)
 
     def reads_batches_ahead(self, mode: Mode) -> bool:
         """Whether in such a step no sharded module reads what it is called with: all of it left ahead."""
@@ -242,7 +239,7 @@ class Calls:
     def watching(self, batch: Any) -> Iterator[None]:
         """Run the model inside: the first step of its kind is watched."""
         mode = self.mode()
-        if mode in self._known:
+        if mode in self.known:
             yield
             return
         seen: list[ModuleCall] = []
@@ -262,7 +259,7 @@ class Calls:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._known[mode] = calls = self._agreed(self._found(seen, batch))
+        self.known[mode] = calls = self._agreed(self._found(seen, batch))
         reads = [call for call in calls if call.is_prepared or call.around or isinstance(call.module, OwnModule)]
         if len(calls) == len(seen) and not reads:
             self._read_ahead.add(mode)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -48,10 +47,11 @@ class Fetched(Generic[In]):
     is_replaced: bool = False
     # whether it is not to leave ahead
     stays: bool = False
-    # what its pipeline keeps of it; whether it was told to leave, and its ids to follow
+    # what its pipeline keeps of it; whether it was told to leave, and its ids to follow; whether these did
     context: Any = None
     has_left: bool = False
     has_sent: bool = False
+    is_sent: bool = False
 
     def use(self, stream: torch.Stream | None) -> In:
         """The batch, for work on the current stream."""
@@ -91,17 +91,20 @@ class Feed(Generic[In]):
     def load(self, iterator: Iterator[In], *, in_place: bool = False) -> In | None:
         """A batch, which is being copied to the device; None once the iterator has ended. Raises as the iterator.
 
-        With `in_place` its memory is that of the stream that trains.
+        Called by what `fetch` loads with. With `in_place` its memory is that of the stream that trains.
         """
         self.is_over(iterator)
         batch = None if self._is_empty else next(iterator, None)
         self._is_empty = batch is None
-        into = AllocatesOn(self._trains_on, self.stream) if in_place and self.stream is not None else nullcontext()
-        with on(self.stream), into:
-            loaded: In | None = to_device(batch, self._device, non_blocking=True)
+        loaded: In | None
+        if not in_place or self.stream is None:
+            loaded = to_device(batch, self._device, non_blocking=True)
+        else:
+            with AllocatesOn(self._trains_on, self.stream):
+                loaded = to_device(batch, self._device, non_blocking=True)
         return loaded
 
-    def fetch(self, load: Callable[[], tuple[In | None, Any]]) -> Fetched[In]:
+    def fetch(self, load: Callable[[Iterator[In]], tuple[In | None, Any]], iterator: Iterator[In]) -> Fetched[In]:
         """Load a batch and its context, or learn that there is none, and tell the other ranks; waits for none of them.
 
         What `load` raises is raised on all ranks in the place of the batch.
@@ -109,12 +112,13 @@ class Feed(Generic[In]):
         exchange, device = self.agrees_by
         batch: In | None = None
         context = copied = None
-        self._trains_on = current(self.stream)
+        if self.stream is not None:
+            self._trains_on = current(self.stream)
         told: list[list[int]] | Exception
         try:
             # what `load` makes of a batch is there once its copy is
             with on(self.stream):
-                batch, context = load()
+                batch, context = load(iterator)
                 if self.stream is not None:
                     copied = self.stream.record_event()
             told = [[int(batch is None)]] * exchange.world_size

@@ -160,14 +160,16 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         first = self._first()
         # one that had no step before it to leave in
         if not first.has_left and not first.stays:
-            self._leave(first)
-            self._send(first)
+            first.has_left = first.has_sent = True
+            self.start_sparse_data_dist(first.batch, first.context)
+            self.wait_sparse_data_dist(first.context)
         self._ahead.arrive(first)
         self._raise(first)
         if self._clear_inputs:
             self.clear_sparse_data_dist_inputs(first.context)
         for fetched in islice(self._queue, 1, 1 + self._batches_ahead):
-            self._start(fetched)
+            if not fetched.has_left:
+                self._start(fetched)
         if not self._enqueue_after_forward:
             self.enqueue_batch(dataloader_iter)
         try:
@@ -224,26 +226,21 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
 
     def _start(self, fetched: Fetched[In]) -> None:
         self._feed.settle(fetched)
-        if not fetched.has_left and self._ahead.can_start(fetched):
-            self._leave(fetched)
-
-    def _leave(self, fetched: Fetched[In]) -> None:
-        fetched.has_left = True
-        self.start_sparse_data_dist(fetched.batch, fetched.context)
-
-    def _send(self, fetched: Fetched[In]) -> None:
-        if fetched.has_left and not fetched.has_sent:
-            fetched.has_sent = True
-            self.wait_sparse_data_dist(fetched.context)
+        if self._ahead.can_start(fetched):
+            fetched.has_left = True
+            self.start_sparse_data_dist(fetched.batch, fetched.context)
 
     def _go_ahead(self) -> None:
         """What comes between forward and backward."""
         waiting = list(islice(self._queue, 1, 1 + self._batches_ahead))
-        # those that could not start before the model's first step was seen
         for fetched in waiting:
-            self._start(fetched)
+            if not fetched.has_left:
+                # it could not start before the model's first step was seen
+                self._start(fetched)
         for fetched in waiting:
-            self._send(fetched)
+            if fetched.has_left and not fetched.has_sent:
+                fetched.has_sent = True
+                self.wait_sparse_data_dist(fetched.context)
 
     def _synchronize(self) -> None:
         if isinstance(self._model, DMPCollection) and self._sync_interval and not self._steps % self._sync_interval:
