@@ -1,7 +1,7 @@
 """`ShardedModule`: the stages of a module whose tables are sharded, by TorchRec's names.
 
 A sharder of yours returns a subclass; `DistributedModelParallel` puts it in the place of the module, and leaves out of
-data parallelism what its `sharded_parameter_names` names. A pipeline of yours calls the stages for several batches.
+data parallelism what its `sharded_parameter_names` names. Pipelines call the first stages of a batch ahead of its step.
 
     ctx = module.create_context()
     dist_input = module.input_dist(ctx, features).wait().wait()  # sizes, then ids of all ranks
