@@ -34,6 +34,7 @@ from shardwise import (
     QCommsConfig,
     RowWiseAdagrad,
     ShardedEmbeddingBagCollection,
+    ShardedModule,
     ShardingEnv,
     ShardingPlan,
     apply_optimizer_in_backward,
@@ -119,6 +120,12 @@ def main() -> None:
     apply_optimizer_in_backward(torch.optim.Adam, sequence.parameters(), {"lr": 0.05})
     once = shard(sequence, row_wise(), env=env, device="cpu", sharder=EmbeddingCollectionSharder(use_index_dedup=True))
     say(env, f"sequences: {[tuple(rows.values().shape) for rows in once(batch_of(0, env.rank)).values()]}")
+
+    # The stages of a forward one by one, as a pipeline of your own calls them for several batches at a time.
+    assert isinstance(once, ShardedModule)
+    ctx = once.create_context()
+    arrived = once.input_dist(ctx, batch_of(0, env.rank)).wait().wait()  # ids of all ranks
+    say(env, f"stages: {[tuple(rows.values().shape) for rows in once.compute_and_output_dist(ctx, arrived).values()]}")
 
     # Modules around a collection: learned weights by position, and towers.
     towers = EmbeddingTowerCollection([EmbeddingTower(positions(), Interaction())])

@@ -84,9 +84,15 @@ class Bags(Traceable, Pipelineable):
         weights = "" if self._weights is None else f", weights={summary(self._weights)}"
         return f"values={summary(self._values)}{weights}"
 
+    def storages(self) -> dict[str, Tensor]:
+        """The tensors that are there of values, weights, lengths and offsets, by name; none is computed."""
+        tensors = {
+            "values": self._values, "weights": self._weights, "lengths": self._lengths, "offsets": self._offsets,
+        }  # fmt: skip
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
     def _tensors(self) -> list[Tensor]:
-        tensors = (self._values, self._weights, self._lengths, self._offsets)
-        return [tensor for tensor in tensors if tensor is not None]
+        return list(self.storages().values())
 
 
 class JaggedTensor(Bags):

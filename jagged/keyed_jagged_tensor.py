@@ -296,7 +296,7 @@ class KeyedJaggedTensor(Bags):
 
         Nothing can be read afterwards.
         """
-        freed = super()._tensors()
+        freed = list(self.storages().values())
         nbytes = sum(tensor.nbytes for tensor in freed)
         for tensor in freed:
             tensor.untyped_storage().resize_(0)

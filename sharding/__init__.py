@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         ShardingPlan,
         ShardingType,
     )
+    from .plan.sharded_module import ShardedModule
     from .planning.options import (
         extract_plan,
         to_sharding_plan,
@@ -132,6 +133,7 @@ __all__ = [
     "Shard",
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",
+    "ShardedModule",
     "ShardingEnv",
     "ShardingEnv2D",
     "ShardingPlan",
@@ -208,6 +210,7 @@ _HOME = {
     "Shard": ".planner.layout",
     "ShardedEmbeddingBagCollection": "modules.sharded_collections",
     "ShardedEmbeddingCollection": "modules.sharded_collections",
+    "ShardedModule": "plan.sharded_module",
     "ShardingEnv": "comms.env",
     "ShardingEnv2D": "comms.env",
     "ShardingPlan": "plan.plan",

@@ -27,7 +27,13 @@ from .bag_collection import EmbeddingBagCollection
 
 
 class FeatureProcessor(nn.Module, abc.ABC):
-    """A transform of one feature: `forward` takes its JaggedTensor and returns another, with weights."""
+    """A transform of one feature: `forward` takes its JaggedTensor and returns another, with weights.
+
+    A class that sets `only_weighs = True` itself promises that values and bags stay: pipelines may then send the ids
+    ahead, and their weights in the step.
+    """
+
+    only_weighs = False
 
     @abc.abstractmethod
     def forward(self, features: JaggedTensor) -> JaggedTensor:
@@ -35,7 +41,12 @@ class FeatureProcessor(nn.Module, abc.ABC):
 
 
 class FeatureProcessorsCollection(nn.Module, abc.ABC):
-    """A transform of a whole batch: `forward` takes a KeyedJaggedTensor and returns another, with weights."""
+    """A transform of a whole batch: `forward` takes a KeyedJaggedTensor and returns another, with weights.
+
+    `only_weighs` as in `FeatureProcessor`.
+    """
+
+    only_weighs = False
 
     @abc.abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -50,6 +61,8 @@ class PositionWeightedModule(FeatureProcessor):
     Raises:
         ValueError: `max_feature_length` is not positive.
     """
+
+    only_weighs = True
 
     def __init__(self, max_feature_length: int, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -81,6 +94,8 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
     Raises:
         ValueError: a maximum is not positive, or a parameter cannot have the feature's name.
     """
+
+    only_weighs = True
 
     def __init__(self, max_feature_lengths: dict[str, int], device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -283,6 +298,15 @@ def _process(features: KeyedJaggedTensor, processors: nn.ModuleDict, keys: Seque
         batch.keys(), batch.values(), batch.weights_or_none(), batch.lengths(), stride_per_key=batch.stride_per_key(),
         length_per_key=known_sizes(batch), inverse_indices=(batch.keys(), inverse),
     )  # fmt: skip
+
+
+def only_weighs(processors: nn.Module) -> bool:
+    """Whether processors, a collection or one for each feature, leave values and bags as they are.
+
+    Their own classes say so: one that derives from them may do otherwise.
+    """
+    every = processors.values() if isinstance(processors, nn.ModuleDict) else [processors]
+    return all(vars(type(processor)).get("only_weighs", False) for processor in every)
 
 
 def with_weights(kjt: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTensor:

@@ -158,6 +158,26 @@ def _message_or_error(
     return received[len(_VALUE) :]
 
 
+def raise_first(
+    exchange: Exchange,
+    statuses: Sequence[int],
+    failure: Exception | None,
+    device: torch.device,
+    errors: ErrorCodec = STEP_ERRORS,
+) -> NoReturn:
+    """Raise on all ranks the error of the first whose status is not 0; `failure` is this one's own, if it has one."""
+    first = next(rank for rank, status in enumerate(statuses) if status)
+    message = failure if failure is not None and first == exchange.rank else b""
+    try:
+        _message_or_error(exchange, first, message, errors, device)
+    except Exception as error:
+        if error is failure:
+            raise
+        # several ranks may have failed, each with an error of its own
+        raise error from failure
+    raise AssertionError(f"rank {first} has no error")
+
+
 @dataclass(frozen=True)
 class PendingHeader:
     """The headers of all ranks on their way to this one, which sent its own."""
@@ -188,17 +208,9 @@ class PendingHeader:
 
     def _fail(self, rows: list[list[int]]) -> NoReturn:
         """Raise on all ranks what the first that failed raised, or in what this one differs from others."""
-        failed = [row[_STATUS] != _WELL for row in rows]
-        if any(failed):
-            first = failed.index(True)
-            message = self.failure if self.failure is not None and first == self.exchange.rank else b""
-            try:
-                _message_or_error(self.exchange, first, message, self.errors, self.device)
-            except Exception as error:
-                if error is self.failure:
-                    raise
-                # several ranks may have failed, each with an error of its own
-                raise error from self.failure
+        statuses = [row[_STATUS] for row in rows]
+        if any(statuses):
+            raise_first(self.exchange, statuses, self.failure, self.device, self.errors)
         meanings = (
             "their plans, table configs or order of lookups", "whether gradients are enabled",
             "whether per-id weights have gradients",

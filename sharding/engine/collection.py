@@ -30,9 +30,10 @@ from shardwise.kernels._op import no_second_derivative, runs_kernel
 from ...planner.layout import Shard, TableOptions, validate
 from ..comms.agreement import Facts, agree, facts_of, facts_of_shards
 from ..comms.awaitable import LazyAwaitable
-from ..comms.consensus import send_header
+from ..comms.consensus import raise_first, send_header
 from ..comms.env import ShardingEnv, get_gradient_division
 from ..comms.exchange import Exchange
+from ..comms.failures import agreed
 from ..comms.host_exchange import HostExchange
 from ..comms.qcomms import codecs_of
 from .dedup import dedup_ids
@@ -40,10 +41,10 @@ from .flags import fault_error, fault_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
 from .id_map import IdMap, id_ranges
 from .reshard import reshard
-from .route import Sending, divide_ahead, raise_with_sizes, route
+from .route import Sending, divide_ahead, raise_with_sizes, route, route_again
 from .routes import Routes, Table, plan_routes
 from .shards import LocalShards
-from .stages import ShardedModule, StepContext
+from .stages import StagedModule, StepContext
 from .state import States, publish_weights, take_weights
 from .step import IDS_RECEIVED, IDS_SENT, LOOKED_UP, Step
 from .tables import Collection, LocalTables, Mark, Stores, facts_of_replicas, tables_of
@@ -57,6 +58,7 @@ from .wire import (
     unpack_ids,
     unpack_sizes,
     unpack_weight_gradients,
+    unpack_weights,
 )
 
 
@@ -133,7 +135,7 @@ class ExchangedLookup(torch.autograd.Function):
         return None, None, None, *of_weights
 
 
-class ShardedCollection(nn.Module, ShardedModule[Step]):
+class ShardedCollection(StagedModule[Step]):
     """The engine: holds this rank's tables, and answers a batch together with the other ranks.
 
     Parameters keep the names of the unsharded module; a table of another rank is an empty parameter.
@@ -141,6 +143,8 @@ class ShardedCollection(nn.Module, ShardedModule[Step]):
 
     # what a forward returns, made of the collection and a step
     _awaitable: type[Any]
+    # whether it has the ids too
+    _need_indices = False
 
     def __init__(
         self,
@@ -156,7 +160,7 @@ class ShardedCollection(nn.Module, ShardedModule[Step]):
         stores: Stores | None = None,
         id_maps: Mapping[str, IdMap] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(codecs)
         self._pooled = hasattr(module, "embedding_bags")
         self._children_name = module._children_name
         self._weighted = bool(getattr(module, "is_weighted", bool)())
@@ -286,6 +290,8 @@ class ShardedCollection(nn.Module, ShardedModule[Step]):
         step = step or self.start(features)  # its ids are lined up, and all ranks are told their sizes
         self.send_ids(step)  # the sizes of all ranks are here, and ids leave
         self.receive_ids(step)  # the ids of all ranks are here, in order
+        if step.awaits_weights:
+            self._weigh(step, features)
         self.look_up(step)  # their rows leave
         # `finish`, when the result is used: the rows of all ranks are here, and become the output
         return self._awaitable(self, step)
@@ -298,6 +304,8 @@ class ShardedCollection(nn.Module, ShardedModule[Step]):
         step = (self.take(features) if self.routed_ahead else None) or self.start(features)
         self.send_ids(step)
         self.receive_ids(step)
+        if step.awaits_weights:
+            self._weigh(step, features)
         return step
 
     def start(self, features: KeyedJaggedTensor | Exception) -> Step:
@@ -340,6 +348,7 @@ class ShardedCollection(nn.Module, ShardedModule[Step]):
                 if ahead:
                     divided = divide_ahead(features, self._routes, sending, weights, lenient=lenient)
             step.routed, step.sending = features, sending
+            step.divided_ahead = divided is not None
             route(step, self._routes, weights, lenient=lenient, divided=divided)
             sizes = pack_sizes(step)
         except Exception as error:
@@ -378,13 +387,41 @@ class ShardedCollection(nn.Module, ShardedModule[Step]):
             self.shards.translate(step, self._id_maps)
         step.phase = IDS_RECEIVED
 
-    def prefetch(self, step: Step) -> bool:
+    def _weigh(self, step: Step, features: KeyedJaggedTensor | Exception) -> None:
+        """Send the weights of a batch whose ids left ahead of them: what makes them is trained by the step before.
+
+        Raises, on all ranks, what `features` is on some rank; ValueError: it is not the batch that left.
+        """
+        lenient = self._policy.bounds_check is not BoundsCheckMode.FATAL and bool(step.sending.used)
+        weighed = step
+        failure: Exception | None = None
+        try:
+            if isinstance(features, Exception):
+                raise features
+            padded = pad_strides(features) if features.variable_stride_per_key() else features
+            weighed = route_again(step, self._routes, padded, lenient=lenient)
+        except Exception as error:
+            failure = error
+        weights = weighed.sent_weights
+        assert weights is not None
+        flag = torch.tensor([int(failure is not None)], dtype=torch.int32, device="cpu").to(self.device)
+        pending = self._exchange.rows(weights.detach(), step.ids_to, step.ids_from, flag=flag, what="weights")
+        received = pending.wait()
+        if any(pending.flags):
+            self.drop(step)
+            raise_first(self._exchange, pending.flags, failure, self.device)
+        step.sent_weights, step.received_weights = weights, unpack_weights(step, received)
+        step.replicated, step.division, step.awaits_weights = weighed.replicated, weighed.division, False
+
+    def prefetch(
+        self, dist_input: Step, forward_stream: torch.Stream | None = None, ctx: StepContext | None = None
+    ) -> bool:
         """Bring the rows that the batch asks for into the slots of their stores, before the lookup.
 
         The update of the batch before may still come: rows are read by the lookup. False where a store has no room as
         long as the leases of that batch last; the lookup then asks once more.
         """
-        return self.shards.prefetch(step)
+        return self.shards.prefetch(dist_input)
 
     def look_up(self, step: Step) -> None:
         """Find the rows that were asked for and send them off; `finish` takes them. Nothing the second time."""
@@ -416,8 +453,21 @@ class ShardedCollection(nn.Module, ShardedModule[Step]):
         if step.update != update or step.receiving is not self._receiving[update]:
             # it left for another kind of step, or under another plan
             self.drop(step)
+            if step.is_freed:
+                raise agreed(RuntimeError(
+                    "the batch left ahead for another kind of step, or under another plan, and its features were freed:"
+                    " leave free_features_storage_early=False, or reset() the pipeline before such a change"
+                ))  # fmt: skip
             return None
         return step
+
+    def read_later(self, step: Step) -> tuple[str, ...]:
+        """Which tensors of its batch a step that was started still reads: all others may be freed."""
+        if self._pooled:
+            return ()
+        if step.given.inverse_indices_or_none() is not None:
+            return "values", "lengths", "offsets"
+        return ("values", "lengths", "offsets") if self._need_indices else ("lengths", "offsets")
 
     def drop(self, step: Step) -> None:
         """Let a batch go that no forward will take: what travels is waited for, its rows may leave their slots."""

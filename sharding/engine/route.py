@@ -343,12 +343,18 @@ def raise_with_sizes(
 
 
 def route(
-    step: Step, routes: Routes, weights: Tensor | None, *, lenient: bool, divided: Division | None = None
+    step: Step,
+    routes: Routes,
+    weights: Tensor | None,
+    *,
+    lenient: bool,
+    divided: Division | None = None,
+    sizes: list[int] | None = None,
 ) -> None:
     """Line the ids of `step.routed` up for the ranks that serve them; all features have one batch size.
 
     With `lenient` ids may lie outside their tables: they travel as numbers that lie outside every shard. `divided` is
-    what `divide_ahead` found.
+    what `divide_ahead` found. `sizes` are those of the division, where the host knows them already.
     """
     features, sending = step.routed, step.sending
     step.batch = features.stride() if routes.pooled else 1
@@ -386,8 +392,29 @@ def route(
     if sending.replicated:
         segments = segments.part(0, at)
     if divided is None and sending.cuts is not None:
-        segments = _divide_cuts(step, routes, segments, lenient)
+        segments = _divide_cuts(step, routes, segments, lenient, sizes)
     step.sent_ids, step.sent_weights, step.sent_lengths, step.counts = segments
+
+
+def route_again(step: Step, routes: Routes, features: KeyedJaggedTensor, *, lenient: bool) -> Step:
+    """A batch that was lined up as `step` without its weights, lined up once more with them; `features` are padded.
+
+    Raises:
+        ValueError: it is not the batch that was lined up.
+    """
+    weights = features.weights() if step.update else features.weights().detach()
+    weighed = Step(step.update, step.receiving)
+    weighed.routed, weighed.sending = features, step.sending
+    if list(step.sending.place) != list(features.keys()):
+        raise ValueError(f"the batch that left ahead has keys {list(step.sending.place)}, this one {features.keys()}")
+    sizes = None if step.division is None else step.division.sizes
+    divided = divide_ahead(features, routes, step.sending, weights, lenient=lenient) if step.divided_ahead else None
+    if divided is not None and sizes is not None:
+        divided.sizes = sizes
+    route(weighed, routes, weights, lenient=lenient, divided=divided, sizes=sizes)
+    if weighed.counts != step.counts:
+        raise ValueError("the batch that left ahead has other ids: what makes weights may change nothing else of it")
+    return weighed
 
 
 def _numbers(ids: Tensor, routes: Routes, weights: Tensor | None, lenient: bool) -> tuple[Tensor, Tensor | None]:
@@ -401,14 +428,14 @@ def _numbers(ids: Tensor, routes: Routes, weights: Tensor | None, lenient: bool)
     return ids, None if weights is None else weights.float()
 
 
-def _divide_cuts(step: Step, routes: Routes, segments: Segments, lenient: bool) -> Segments:
+def _divide_cuts(step: Step, routes: Routes, segments: Segments, lenient: bool, sizes: list[int] | None) -> Segments:
     """Segments of whole lookups and of cuts, undivided, as those of the streams in their order."""
     sending = step.sending
     assert sending.cuts is not None
     whole, cut = segments.part(0, sending.whole), segments.part(sending.whole, len(segments.counts))
     step.division = division = divide(sending.cuts, cut.lengths, cut.ids, cut.weights, routes, lenient)
     # host sync on CUDA: the sizes that leave
-    division.sizes = division.sizes_there.tolist()
+    division.sizes = division.sizes_there.tolist() if sizes is None else sizes
     weights = [part for part in (whole.weights, division.weights) if part is not None]
     divided = Segments(
         torch.cat([whole.ids, division.ids]), torch.cat(weights) if weights else None,

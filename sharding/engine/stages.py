@@ -1,4 +1,4 @@
-"""The stages of a step under TorchRec's names, for pipelines that call them one by one.
+"""The stages of a step of the engine's modules, for pipelines that call them one by one.
 
 `input_dist` (ids travel), `compute` (rows are looked up and sent off) and `output_dist` (a lazy result). All ranks call
 the stages of their batches in the same order; several batches may be under way.
@@ -8,24 +8,35 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from shardwise.jagged import Multistreamable
 
 from ..comms.awaitable import Awaitable
+from ..comms.streams import record_stream
+from ..plan.sharded_module import ShardedModule
 
 S = TypeVar("S")
 
 
-class StepContext:
+class StepContext(Multistreamable):
     """What belongs to one step of one module; `step` once its ids have arrived."""
 
     def __init__(self) -> None:
         self.step: Any = None
 
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of the step until `stream` is done with it."""
+        record_stream(self.step, stream)
+
 
 class SizesAwaitable(Awaitable[Awaitable[S]]):
     """Sizes of all ranks that are on their way; the ids leave once they are here."""
 
-    def __init__(self, module: ShardedModule[S], step: S, ctx: StepContext) -> None:
+    def __init__(self, module: StagedModule[S], step: S, ctx: StepContext) -> None:
         super().__init__()
         self._module, self._step, self._ctx = module, step, ctx
 
@@ -37,7 +48,7 @@ class SizesAwaitable(Awaitable[Awaitable[S]]):
 class IdsAwaitable(Awaitable[S]):
     """Ids of all ranks that are on their way."""
 
-    def __init__(self, module: ShardedModule[S], step: S, ctx: StepContext) -> None:
+    def __init__(self, module: StagedModule[S], step: S, ctx: StepContext) -> None:
         super().__init__()
         self._module, self._step, self._ctx = module, step, ctx
 
@@ -47,11 +58,18 @@ class IdsAwaitable(Awaitable[S]):
         return self._step
 
 
-class ShardedModule(abc.ABC, Generic[S]):
-    """A module whose tables lie on several ranks, and the stages of its step.
+class StagedModule(ShardedModule[S, S, Any, StepContext]):
+    """A sharded module whose stages are calls over a step.
 
     S is a step under way: a `Step`, or one for each part of a module that holds several.
     """
+
+    _unsharded_type: type[nn.Module]
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        """The class of the module before it was sharded."""
+        return self._unsharded_type
 
     @abc.abstractmethod
     def start(self, *input: Any, **kwargs: Any) -> S:
@@ -66,7 +84,9 @@ class ShardedModule(abc.ABC, Generic[S]):
         """Wait for the ids of all ranks."""
 
     @abc.abstractmethod
-    def prefetch(self, step: S) -> bool:
+    def prefetch(
+        self, dist_input: S, forward_stream: torch.Stream | None = None, ctx: StepContext | None = None
+    ) -> bool:
         """Bring the rows of a batch whose ids are here into their slots; False where there is no room yet."""
 
     @abc.abstractmethod
@@ -96,10 +116,6 @@ class ShardedModule(abc.ABC, Generic[S]):
         """Look up what all ranks asked this one for, and send the rows off."""
         self.look_up(dist_input)
         return dist_input
-
-    def compute_and_output_dist(self, ctx: StepContext, input: S) -> Any:
-        """Both."""
-        return self.output_dist(ctx, self.compute(ctx, input))
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Names of parameters whose gradients are not to be reduced by anybody else."""

@@ -10,7 +10,7 @@ it; G groups of shards that this rank serves, with slots in them, M ids that it 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -42,6 +42,11 @@ class Step:
     # the very object that the forward must be called with to take this step, or None: any
     taken_by: object | None = None
 
+    # whether the memory of the batch that was given is freed: it cannot be routed once more
+    is_freed: bool = False
+    # whether its weights are those of nobody yet: they travel by themselves once its ids are here
+    awaits_weights: bool = False
+
     # STARTED: the batch as it was given, padded to one batch size, and as it travels: that, or each id once
     given: KeyedJaggedTensor = field(init=False)
     padded: KeyedJaggedTensor = field(init=False)
@@ -62,6 +67,7 @@ class Step:
     # what is looked up here, in tables that every rank holds; and the ids that were divided among row ranges
     replicated: list[ReplicatedBatch] = field(init=False)
     division: Division | None = None
+    divided_ahead: bool = False
     # sizes of the message to each rank, on their way; all that there is of a batch that is bad on this rank
     header: PendingHeader = field(init=False)
 
@@ -102,3 +108,20 @@ class Step:
         self.header.pending.wait()
         if self.ids is not None:
             self.ids.wait()
+
+    def release_sent(self) -> None:
+        """Let what was sent go, once the ids of all ranks are here: only sizes are asked for later."""
+        self.sent_ids, self.sent_lengths, self.ids = self.sent_ids.new_empty(0), self.sent_lengths.new_empty(0), None
+        if self.sent_weights is None:
+            # gradients of weights find their way back by them
+            self.arrived_lengths = []
+
+    def part_from(self, memory: Sequence[Tensor]) -> None:
+        """Keep copies of what lies in `memory` of its batch, which is about to be freed."""
+        freed = {tensor.untyped_storage().data_ptr() for tensor in memory if tensor.numel()}
+        self.is_freed = True
+        for owner in (self, self.division, *self.replicated):
+            for part in () if owner is None else fields(owner):
+                value = getattr(owner, part.name, None)
+                if isinstance(value, Tensor) and value.numel() and value.untyped_storage().data_ptr() in freed:
+                    setattr(owner, part.name, value.clone())

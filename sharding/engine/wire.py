@@ -139,6 +139,17 @@ def unpack_ids(step: Step, data: Tensor | None) -> None:
     step.received_offsets = complete_cumsum(bags.flatten() if step.first_id[-1] < 2**31 else bags.flatten().long())
 
 
+def unpack_weights(step: Step, data: Tensor) -> Tensor:
+    """Weights [M] that came by themselves, rank after rank, in the order of the ids that are here."""
+    order = step.receiving.order
+    if order is None:
+        return data
+    by_rank = zip(step.arrived_lengths, step.batches, strict=True)
+    sizes = torch.cat([lengths.view(step.receiving.streams, batch).sum(1) for lengths, batch in by_rank])
+    _, weights, _ = permute_1d(order, sizes, data, permuted_lengths_sum=step.received_ids.shape[0])
+    return weights
+
+
 class Wire(abc.ABC):
     """How rows and their gradients lie in the blocks between ranks, on one rank."""
 

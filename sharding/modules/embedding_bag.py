@@ -13,9 +13,11 @@ from shardwise.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, Loo
 from shardwise.jagged import KeyedJaggedTensor
 
 from ...planner.layout import Shard, TableOptions
-from ..comms.awaitable import LazyAwaitable
+from ..comms.awaitable import Awaitable, LazyAwaitable
 from ..comms.env import ShardingEnv
 from ..engine.fused_optimizer import ShardedFusedOptimizer
+from ..engine.stages import StepContext
+from ..engine.step import Step
 from ..engine.tables import Mark
 from ..plan.module_sharder import require_tables, require_type
 from ..plan.plan import ParameterSharding, options_of, shards_of
@@ -50,6 +52,7 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
     """
 
     _awaitable = EmbeddingBagAwaitable
+    _unsharded_type = nn.EmbeddingBag
     weight: nn.Parameter
 
     def __init__(
@@ -93,13 +96,29 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
         Raises:
             ValueError, TypeError, IndexError: inputs do not fit together, or an id is outside the table; on all ranks.
         """
-        features: KeyedJaggedTensor | Exception
+        return super().forward(self._features(input, offsets, per_sample_weights))  # type: ignore[return-value]
+
+    @staticmethod
+    def extend_shard_name(shard_name: str) -> str:
+        """ "weight", of which there is one."""
+        return _WEIGHT
+
+    def input_dist(
+        self,
+        ctx: StepContext,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Awaitable[Awaitable[Step]]:
+        """Send the bags' sizes, then their ids; arguments as `forward`, and the first wait raises as it does."""
+        return super().input_dist(ctx, self._features(input, offsets, per_sample_weights))
+
+    def _features(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> KeyedJaggedTensor | Exception:
         try:
-            features = self._batch(input, offsets, per_sample_weights)
+            return self._batch(input, offsets, weights)
         except Exception as error:
             # in the place of the batch, so that no rank waits for this one
-            features = error
-        return super().forward(features)  # type: ignore[return-value]
+            return error
 
     def _batch(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> KeyedJaggedTensor:
         if weights is not None and not self._weighted:

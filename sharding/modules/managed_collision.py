@@ -31,7 +31,7 @@ from ..comms.awaitable import LazyAwaitable
 from ..comms.env import ShardingEnv, ShardingEnv2D
 from ..engine.collection import ShardedCollection
 from ..engine.id_map import Renewal
-from ..engine.stages import ShardedModule, StepContext
+from ..engine.stages import StagedModule, StepContext
 from ..engine.state import (
     Piece,
     Value,
@@ -260,7 +260,7 @@ class ShardedManagedCollisionEmbeddings(BehindMaps[LazyAwaitable[Any], None], Ne
         except Exception as error:
             return error
 
-    def _parts(self) -> list[ShardedModule[Any]]:
+    def _parts(self) -> list[StagedModule[Any]]:
         return [self._embedding_module]
 
     def start(self, features: KeyedJaggedTensor | Exception) -> list[Any]:
@@ -275,9 +275,13 @@ class ShardedManagedCollisionEmbeddings(BehindMaps[LazyAwaitable[Any], None], Ne
 class ShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisionEmbeddings):
     """A `ManagedCollisionEmbeddingBagCollection` over several ranks."""
 
+    _unsharded_type = ManagedCollisionEmbeddingBagCollection
+
 
 class ShardedManagedCollisionEmbeddingCollection(ShardedManagedCollisionEmbeddings):
     """A `ManagedCollisionEmbeddingCollection` over several ranks."""
+
+    _unsharded_type = ManagedCollisionEmbeddingCollection
 
 
 def _publish(collection: ShardedManagedCollisionCollection, destination: dict[str, Any], prefix: str, _: Any) -> None:

@@ -23,12 +23,14 @@ from shardwise.embeddings import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
 )
+from shardwise.embeddings.collections.feature_processors import only_weighs, with_weights
 from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 
 from ..comms.awaitable import LazyAwaitable
 from ..comms.env import ShardingEnv
 from ..engine.collection import ShardedCollection
-from ..engine.stages import ShardedModule, StepContext
+from ..engine.stages import StagedModule, StepContext
+from ..engine.step import Step
 from ..plan.module_sharder import ModuleSharder, require_tables, require_type
 from ..plan.plan import ParameterSharding
 from .sharders import (
@@ -41,12 +43,17 @@ from .sharders import (
 )
 
 
-class Nested(nn.Module, ShardedModule[list[Any]]):
+class Nested(StagedModule[list[Any]]):
     """A module of which parts are sharded: its stages are theirs, part after part, on every rank in the same order."""
 
     @abc.abstractmethod
-    def _parts(self) -> list[ShardedModule[Any]]:
+    def _parts(self) -> list[StagedModule[Any]]:
         """What is sharded of it."""
+
+    @property
+    def qcomm_codecs_registry(self) -> dict[str, Any]:
+        """Codecs of the exchanges of its parts, which share them; empty without any."""
+        return self._parts()[0].qcomm_codecs_registry
 
     def start(self, features: KeyedJaggedTensor | Exception) -> list[Any]:
         """Route this rank's batch and tell all ranks its sizes."""
@@ -69,9 +76,11 @@ class Nested(nn.Module, ShardedModule[list[Any]]):
         for part, of_part in zip(self._parts(), step, strict=True):
             part.receive_ids(of_part)
 
-    def prefetch(self, step: list[Any]) -> bool:
+    def prefetch(
+        self, dist_input: list[Any], forward_stream: torch.Stream | None = None, ctx: StepContext | None = None
+    ) -> bool:
         """Bring the rows of a batch whose ids are here into their slots; False where there is no room yet."""
-        there = [part.prefetch(of_part) for part, of_part in zip(self._parts(), step, strict=True)]
+        there = [part.prefetch(of_part) for part, of_part in zip(self._parts(), dist_input, strict=True)]
         return all(there)
 
     def look_up(self, step: list[Any]) -> None:
@@ -112,6 +121,8 @@ class ShardedFeatureProcessedEmbeddingBagCollection(Nested):
         collection: the sharded form of its collection.
     """
 
+    _unsharded_type = FeatureProcessedEmbeddingBagCollection
+
     def __init__(self, module: FeatureProcessedEmbeddingBagCollection, collection: nn.Module) -> None:
         super().__init__()
         self._embedding_bag_collection = collection
@@ -124,9 +135,36 @@ class ShardedFeatureProcessedEmbeddingBagCollection(Nested):
         Raises:
             KeyError, IndexError, ValueError, TypeError: as the unsharded module, on all ranks.
         """
-        return self._embedding_bag_collection(self._processed(features))  # type: ignore[no-any-return]
+        processed = self._processed(features)
+        waiting = cast(ShardedCollection, self._embedding_bag_collection).routed_ahead
+        if waiting and waiting[0].awaits_weights and waiting[0].taken_by is features:
+            # the batch that left for this call, whose weights are these
+            waiting[0].taken_by = processed
+        return self._embedding_bag_collection(processed)  # type: ignore[no-any-return]
 
-    def _parts(self) -> list[ShardedModule[Any]]:
+    @property
+    def only_weighs(self) -> bool:
+        """Whether the processors leave ids and bags as they are, so that these can leave before the weights."""
+        return only_weighs(self._feature_processors)
+
+    def start_without_weights(self, features: KeyedJaggedTensor | Exception) -> Step:
+        """Route the batch and tell all ranks its sizes; `forward` makes its weights and sends them.
+
+        The step is one of the collection, for its `routed_ahead`.
+        """
+        try:
+            if not isinstance(features, Exception):
+                trained = any(param.requires_grad for param in self._feature_processors.parameters())
+                # all ranks must know whether weights have gradients
+                ones = torch.ones(features.values().shape[0], device=features.device())
+                features = with_weights(features, ones.requires_grad_(trained and torch.is_grad_enabled()))
+        except Exception as error:
+            features = error
+        step = cast(ShardedCollection, self._embedding_bag_collection).start(features)
+        step.awaits_weights = True
+        return step
+
+    def _parts(self) -> list[StagedModule[Any]]:
         return [cast(ShardedCollection, self._embedding_bag_collection)]
 
     def start(self, features: KeyedJaggedTensor | Exception) -> list[Any]:
@@ -153,6 +191,8 @@ class ShardedFeatureProcessedEmbeddingBagCollection(Nested):
 class ShardedEmbeddingTower(Nested):
     """An `EmbeddingTower` whose embedding module is sharded: same inputs, outputs and names."""
 
+    _unsharded_type = EmbeddingTower
+
     def __init__(self, module: EmbeddingTower, embedding: nn.Module) -> None:
         super().__init__()
         self.embedding = embedding
@@ -162,7 +202,7 @@ class ShardedEmbeddingTower(Nested):
         """Look this rank's batch up, together with the other ranks, and interact: [B, N]."""
         return self.interaction(self.embedding(*args, **kwargs))  # type: ignore[no-any-return]
 
-    def _parts(self) -> list[ShardedModule[Any]]:
+    def _parts(self) -> list[StagedModule[Any]]:
         return [cast(ShardedCollection, self.embedding)]
 
     def output_dist(self, ctx: StepContext, output: list[Any]) -> TowerAwaitable:
@@ -172,6 +212,8 @@ class ShardedEmbeddingTower(Nested):
 
 class ShardedEmbeddingTowerCollection(Nested):
     """An `EmbeddingTowerCollection` whose towers are sharded: same inputs, outputs and names."""
+
+    _unsharded_type = EmbeddingTowerCollection
 
     def __init__(self, module: EmbeddingTowerCollection, towers: list[ShardedEmbeddingTower]) -> None:
         super().__init__()
@@ -203,7 +245,7 @@ class ShardedEmbeddingTowerCollection(Nested):
                     inputs[i].append(missing if batch is None else batch)
         return inputs
 
-    def _parts(self) -> list[ShardedModule[Any]]:
+    def _parts(self) -> list[StagedModule[Any]]:
         return [cast(ShardedEmbeddingTower, tower) for tower in self.towers]
 
     def start(  # type: ignore[override]

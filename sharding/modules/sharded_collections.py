@@ -11,9 +11,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.embeddings import EmbeddingCollection, pick_features
+from shardwise.embeddings import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    FusedEmbeddingBagCollection,
+    pick_features,
+)
 from shardwise.embeddings.tables.table_layout import weights_bytes_in_emb_kernel
 from shardwise.embeddings.tables.variable_batch import expand_bags, expand_pooled, inverse_of
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -55,6 +60,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     """An `EmbeddingBagCollection` over several ranks: same inputs, same `KeyedTensor`, same parameter names."""
 
     _awaitable: type[Any] = EmbeddingBagCollectionAwaitable
+    _unsharded_type: type[nn.Module] = EmbeddingBagCollection
 
     if TYPE_CHECKING:
 
@@ -69,6 +75,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         logger.info("sharded: rank %d holds %d bytes of %d tables", self._env.rank, held, len(self._names_by_table))
         # checked once; each output has its own values
         self._output = KeyedTensor(names, self._routes.dims, torch.empty(0, sum(self._routes.dims), device="cpu"))
+
+    @staticmethod
+    def extend_shard_name(shard_name: str) -> str:
+        """The parameter of a table, by its name below this module."""
+        return f"embedding_bags.{shard_name}.weight"
 
     def finish(self, step: Step) -> KeyedTensor:
         """The result of a batch, the second half of its forward.
@@ -88,11 +99,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 class ShardedFusedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     """A `FusedEmbeddingBagCollection` over several ranks: its tables train with the optimizer that it brought."""
 
+    _unsharded_type = FusedEmbeddingBagCollection
+
 
 class ShardedEmbeddingCollection(ShardedCollection):
     """An `EmbeddingCollection` over several ranks: same inputs, same dict of `JaggedTensor`, same parameter names."""
 
     _awaitable = EmbeddingCollectionAwaitable
+    _unsharded_type = EmbeddingCollection
 
     if TYPE_CHECKING:
 
@@ -104,6 +118,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
         super().__init__(module, *args, **kwargs)
         self._names = [name for names in self._names_by_table for name in names]
         self._need_indices = module.need_indices()
+
+    @staticmethod
+    def extend_shard_name(shard_name: str) -> str:
+        """The parameter of a table, by its name below this module."""
+        return f"embeddings.{shard_name}.weight"
 
     def finish(self, step: Step) -> dict[str, JaggedTensor]:
         """The result of a batch. Raises as `ShardedEmbeddingBagCollection.finish`."""

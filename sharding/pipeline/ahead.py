@@ -12,10 +12,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from shardwise.jagged import KeyedJaggedTensor
 from shardwise.sharding.comms.exchange import Exchange
+from shardwise.sharding.comms.failures import agreed
+from shardwise.sharding.engine.collection import ShardedCollection
 
 from .calls import Calls, Started
 from .feed import Fetched
+from .own_modules import OwnModule
 from .streams import current, on, record_stream, wait_for
 
 In = TypeVar("In")
@@ -27,6 +31,7 @@ class Ahead(Generic[In]):
     Args:
         agrees_by: an exchange between all ranks that train the model, and the device whose tensors it takes.
         prepares: whether inputs that the model makes itself are made ahead.
+        frees: whether the memory of a batch's features is freed once they are lined up to leave.
     """
 
     def __init__(
@@ -36,18 +41,30 @@ class Ahead(Generic[In]):
         stream: torch.Stream | None,
         *,
         prepares: bool,
+        frees: bool = False,
     ) -> None:
+        self._model, self._frees = model, frees
         self._calls, self._stream = Calls(model, *agrees_by, prepares=prepares), stream
 
-    def start(self, fetched: Fetched[In]) -> None:
-        """Have the batch's sizes leave; does nothing the second time, or where its calls are not known yet."""
-        mode = self._calls.mode()
-        calls = self._calls.of(mode)
-        if calls is None or fetched.mode is not None or fetched.ended or fetched.error is not None or fetched.stays:
+    def can_start(self, fetched: Fetched[In]) -> bool:
+        """Whether the calls of the batch's step are known, and it is a batch that may leave."""
+        if (torch.is_grad_enabled(), self._model.training) not in self._calls.known or fetched.mode is not None:
+            return False
+        return not (fetched.ended or fetched.error is not None or fetched.stays)
+
+    def start(self, fetched: Fetched[In], given: In | None = None) -> None:
+        """Have the batch's sizes leave; does nothing the second time, or where its calls are not known yet.
+
+        `given` is routed in the place of the batch; the model's step then takes it whatever it is called with.
+        """
+        if not self.can_start(fetched):
             return
-        fetched.mode = mode
+        mode = fetched.mode = torch.is_grad_enabled(), self._model.training
+        calls = self._calls.known[mode]
         with on(self._stream):
-            batch = fetched.use(self._stream)
+            own = fetched.use(self._stream)
+            batch = own if given is None else given
+            fetched.is_replaced = batch is not own
             for call in calls:
                 with torch.set_grad_enabled(call.grad):
                     features: Any
@@ -56,13 +73,53 @@ class Ahead(Generic[In]):
                     except Exception as error:
                         # in the place of the batch, so that no rank waits for this one
                         features = error
-                    fetched.started.append(Started(call, features, call.module.start(features)))
+                    fetched.started.append(Started(call, features, call.start(features)))
+
+            if self._frees and self._calls.reads_batches_ahead(mode) and not fetched.is_replaced:
+                self._free(fetched)
+
+    def _free(self, fetched: Fetched[In]) -> None:
+        """Free what of the batch's features is read by nobody later: sharded modules have copies, in another order."""
+        # by the batch that several modules may share: the tensors that one of them still reads
+        read: dict[int, set[str]] = {}
+        batches: dict[int, KeyedJaggedTensor] = {}
+        for one in fetched.started:
+            module = one.call.module
+            assert isinstance(module, ShardedCollection)
+            if not isinstance(one.features, KeyedJaggedTensor) or not hasattr(one.step, "sent_ids"):
+                # a batch that is bad here: all ranks raise in its place
+                return
+            batches[id(one.features)] = one.features
+            read.setdefault(id(one.features), set()).update(module.read_later(one.step))
+        kept = {
+            tensor.untyped_storage().data_ptr()
+            for number, batch in batches.items()
+            for name, tensor in batch.storages().items()
+            if name in read[number]
+        }
+        freed = [
+            tensor
+            for batch in batches.values()
+            for tensor in batch.storages().values()
+            if tensor.untyped_storage().data_ptr() not in kept and not tensor.requires_grad
+        ]
+        for one in fetched.started:
+            one.step.part_from(freed)
+        for tensor in freed:
+            tensor.untyped_storage().resize_(0)
+        fetched.is_freed = True
+
+    def clear_inputs(self, fetched: Fetched[In]) -> None:
+        """Let go what was sent for a batch whose ids have arrived."""
+        for one in fetched.started:
+            one.step.release_sent()
 
     def send(self, fetched: Fetched[In]) -> None:
         """Wait for the sizes of all ranks, and have the batch's ids leave.
 
         What is wrong with the batch becomes its `error`, on all ranks.
         """
+        fetched.is_sent = fetched.mode is not None
         with on(self._stream):
             for one in fetched.started:
                 try:
@@ -78,9 +135,15 @@ class Ahead(Generic[In]):
 
     def _arrive(self, fetched: Fetched[In], *, maps: bool) -> None:
         """`arrive`; without `maps` modules whose ids are mapped are left out."""
-        if fetched.mode is not None and fetched.mode != self._calls.mode():
+        if fetched.mode is not None and fetched.mode != (torch.is_grad_enabled(), self._model.training):
+            if fetched.is_freed:
+                fetched.error = agreed(RuntimeError(
+                    "the batch left ahead for another kind of step (train() or eval(), with gradients or without), and"
+                    " its features were freed: leave free_features_storage_early=False, or reset() before such a change"
+                ))  # fmt: skip
             self.drop(fetched)
-        self.send(fetched)
+        if not fetched.is_sent:
+            self.send(fetched)
         here = current(self._stream)
         with on(self._stream):
             for one in fetched.started:
@@ -110,18 +173,26 @@ class Ahead(Generic[In]):
         Raises:
             RuntimeError: the model left something.
         """
+        own: list[OwnModule] = []
         for one in fetched.started:
-            one.step.taken_by = None if one.call.is_prepared else one.features
-            one.call.module.routed_ahead.append(one.step)
+            module: Any = one.call.module
+            takes_any = one.call.is_prepared or fetched.is_replaced
+            one.step.taken_by = None if takes_any else one.features
+            module.routed_ahead.append(one.step)
+            if isinstance(module, OwnModule) and module not in own:
+                own.append(module)
+                module.replace_forward()
         left: list[str] = []
         try:
             with self._calls.watching(batch):
                 yield
         finally:
+            for module in own:
+                module.restore_forward()
             for one in fetched.started:
-                waiting = one.call.module.routed_ahead
-                while waiting:
-                    one.call.module.drop(waiting.popleft())
+                module = one.call.module
+                while module.routed_ahead:
+                    module.drop(module.routed_ahead.popleft())
                     left.append(one.call.name)
             fetched.started = []
         if left:
@@ -138,4 +209,4 @@ class Ahead(Generic[In]):
                 one.step.settle()
         for one in fetched.started:
             one.call.module.drop(one.step)
-        fetched.started, fetched.mode = [], None
+        fetched.started, fetched.mode, fetched.is_sent = [], None, False

@@ -85,13 +85,21 @@ class FedPipeline(TrainPipeline[In, Out]):
         """
         if self._feed.is_over(dataloader_iter):
             return False
-        fetched = self._feed.fetch(dataloader_iter)
+        fetched = self._feed.fetch(self._load, dataloader_iter)
         if not self._execute_all_batches:
             self._feed.settle(fetched)
             if fetched.ended:
                 raise StopIteration
         self._queue.append(fetched)
         return True
+
+    def dequeue_batch(self) -> None:
+        """Let the oldest batch go, whose step is over."""
+        self._queue.popleft()
+
+    def _load(self, dataloader_iter: Iterator[In]) -> tuple[In | None, Any]:
+        """The next batch on the device, None at the end, and what is kept of it."""
+        return self._feed.load(dataloader_iter), None
 
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
         """Fetch the batches that a step needs under way."""
@@ -127,7 +135,7 @@ class FedPipeline(TrainPipeline[In, Out]):
 
     def _raise(self, first: Fetched[In]) -> None:
         if first.error is not None:
-            self._queue.popleft()
+            self.dequeue_batch()
             raise first.error
 
     def _watched(self) -> AbstractContextManager[None]:
@@ -151,7 +159,8 @@ class TrainPipelineBase(FedPipeline[In, Out]):
         optimizer: steps after each backward, if the model trains.
         device: where batches go.
         custom_model_fwd: called with a batch in place of the model.
-        enable_inplace_copy_batch: has no effect.
+        enable_inplace_copy_batch: give batches memory of the stream that trains, so that what one frees the next can
+            have; their copies begin once that stream is done with what it was given before.
     """
 
     def __init__(
@@ -163,19 +172,24 @@ class TrainPipelineBase(FedPipeline[In, Out]):
         enable_inplace_copy_batch: bool = False,
     ) -> None:
         super().__init__(model, optimizer, device, custom_model_fwd, depth=1)
-        warn_of_unused(enable_inplace_copy_batch=enable_inplace_copy_batch)
+        self._enable_inplace_copy_batch = enable_inplace_copy_batch
+
+    def _load(self, dataloader_iter: Iterator[In]) -> tuple[In | None, Any]:
+        return self._feed.load(dataloader_iter, in_place=self._enable_inplace_copy_batch), None
 
     def _step(self, dataloader_iter: Iterator[In]) -> Out:
         self.fill_pipeline(dataloader_iter)
         first = self._first()
         self.enqueue_batch(dataloader_iter)
-        self._queue.popleft()
-        if self._trains():
-            self._optimizer.zero_grad()
-        losses, output = self._model_fwd(first.use(current(self._feed.stream)))
-        if self._trains():
-            torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
-            self._optimizer.step()
+        try:
+            if self._trains():
+                self._optimizer.zero_grad()
+            losses, output = self._model_fwd(first.use(current(self._feed.stream)))
+            if self._trains():
+                torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
+                self._optimizer.step()
+        finally:
+            self.dequeue_batch()
         return output
 
 

@@ -25,8 +25,11 @@ from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.dmp.unwrap import get_unwrapped_module
 from shardwise.sharding.engine.collection import ShardedCollection
 from shardwise.sharding.engine.step import Step
-from shardwise.sharding.modules.nested import ShardedFeatureProcessedEmbeddingBagCollection
+from shardwise.sharding.modules.nested import Nested, ShardedFeatureProcessedEmbeddingBagCollection
 from shardwise.sharding.modules.placement import sharded_collections
+from shardwise.sharding.plan.sharded_module import ShardedModule
+
+from .own_modules import OwnModule, StagedStep, own_modules
 
 # the input of a call, made of a batch
 Preparation = Callable[[Any], Any]
@@ -53,7 +56,11 @@ class _UpTo(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Sharded modules are one node, as are layers of torch."""
-        return isinstance(m, ShardedCollection) or super().is_leaf_module(m, module_qualified_name)
+        return (
+            isinstance(m, ShardedModule)
+            and not isinstance(m, Nested)
+            or super().is_leaf_module(m, module_qualified_name)
+        )
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -107,7 +114,7 @@ def _check(model: nn.Module, node: fx.Node) -> None:
     """Refuse what would not be the same ahead."""
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
-        if isinstance(module, ShardedCollection):
+        if isinstance(module, ShardedModule):
             raise ValueError(f"it needs the sharded module {node.target!r}")
         trained = [f"{node.target}.{name}" for name, param in module.named_parameters() if param.requires_grad]
     elif node.op == "get_attr":
@@ -138,19 +145,31 @@ class ModuleCall:
     """A call that was watched."""
 
     name: str
-    module: ShardedCollection
+    module: ShardedCollection | OwnModule
     features: object
     grad: bool
+    # what was given to the feature-processed module around it
+    processed: object = None
+    # how many a module of a user's own was called with
+    arguments: int = 1
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of every step: its module, and where its input is in the batch or what makes it of the batch."""
+    """A call of every step: its module, and where its input is in the batch or what makes it of the batch.
+
+    Where a feature-processed module is `around`, the input is that module's: its weights follow in the step.
+    """
 
     name: str
-    module: ShardedCollection
+    module: ShardedCollection | OwnModule
     source: Path | Preparation
     grad: bool
+    around: ShardedFeatureProcessedEmbeddingBagCollection | None = None
+
+    def start(self, features: Any) -> Step | StagedStep:
+        """Have the batch's sizes leave."""
+        return self.module.start(features) if self.around is None else self.around.start_without_weights(features)
 
     def input_of(self, batch: Any) -> Any:
         """The input of the call in the step of `batch`."""
@@ -167,7 +186,8 @@ class Call:
 
     def __str__(self) -> str:
         source = "prepared" if self.is_prepared else self.source
-        return f"{self.name} of {source}, gradients {self.grad}"
+        weights = "" if self.around is None else ", weights later"
+        return f"{self.name} of {source}, gradients {self.grad}{weights}"
 
 
 @dataclass
@@ -176,7 +196,8 @@ class Started:
 
     call: Call
     features: Any
-    step: Step
+    # of its module's kind
+    step: Any
 
 
 class Calls:
@@ -185,36 +206,63 @@ class Calls:
     def __init__(self, model: nn.Module, exchange: Exchange, device: torch.device, *, prepares: bool) -> None:
         self._model, self._exchange, self._device = model, exchange, device
         self._prepares = prepares
-        self._collections = sharded_collections(get_unwrapped_module(model))
-        self._known: dict[Mode, list[Call]] = {}
+        inside = get_unwrapped_module(model)
+        own = own_modules(inside)
+        # those that modules of a user's own hold are routed by these
+        self._modules: dict[str, ShardedCollection | OwnModule] = {
+            path: one
+            for path, one in sharded_collections(inside).items()
+            if not any(path.startswith(f"{outer}.") for outer in own)
+        }
+        self._modules.update(own)
+        # feature-processed modules by the path of their collection
+        self._around = {
+            f"{path}._embedding_bag_collection" if path else "_embedding_bag_collection": module
+            for path, module in get_unwrapped_module(model).named_modules()
+            if isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
+        }
+        # calls that can leave ahead by the kind of step, once such a step was seen
+        self.known: dict[Mode, list[Call]] = {}
+        # kinds of steps of which every call of a sharded module finds its input in the batch
+        self._read_ahead: set[Mode] = set()
         self._warned: set[str] = set()
 
     def mode(self) -> Mode:
         """The kind of step that would be made now."""
         return torch.is_grad_enabled(), self._model.training
 
-    def of(self, mode: Mode) -> list[Call] | None:
-        """The calls of such a step that can leave ahead; None before one was seen."""
-        return self._known.get(mode)
+    def reads_batches_ahead(self, mode: Mode) -> bool:
+        """Whether in such a step no sharded module reads what it is called with: all of it left ahead."""
+        return mode in self._read_ahead
 
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
         """Run the model inside: the first step of its kind is watched."""
         mode = self.mode()
-        if mode in self._known:
+        if mode in self.known:
             yield
             return
         seen: list[ModuleCall] = []
+        processed: dict[str, Any] = {}
         hooks = [
-            module.register_forward_pre_hook(_noting(seen, name, module), with_kwargs=True)
-            for name, module in self._collections.items()
+            (module.module if isinstance(module, OwnModule) else module).register_forward_pre_hook(
+                _noting(seen, processed, name, module), with_kwargs=True
+            )
+            for name, module in self._modules.items()
+        ]
+        hooks += [
+            module.register_forward_pre_hook(_noting_processed(processed, name), with_kwargs=True)
+            for name, module in self._around.items()
         ]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-        self._known[mode] = self._agreed(self._found(seen, batch))
+        self.known[mode] = calls = self._agreed(self._found(seen, batch))
+        reads = [call for call in calls if call.is_prepared or call.around or isinstance(call.module, OwnModule)]
+        if len(calls) == len(seen) and not reads:
+            self._read_ahead.add(mode)
 
     def _found(self, seen: list[ModuleCall], batch: Any) -> list[Call]:
         calls: list[Call] = []
@@ -223,7 +271,9 @@ class Calls:
             number = numbers[seen_call.name] = numbers.get(seen_call.name, -1) + 1
             source: Path | Preparation | None = _path_to(seen_call.features, batch, _DEPTH, set())
             why = "its input is not a part of the batch"
-            if isinstance(seen_call.features, Tensor):
+            if seen_call.arguments != 1:
+                source, why = None, "it is called with several arguments"
+            elif isinstance(seen_call.features, Tensor):
                 why = "it takes tensors, not a KeyedJaggedTensor"
             elif source is None and self._prepares:
                 try:
@@ -232,10 +282,13 @@ class Calls:
                     why += f", and what makes it of the batch cannot run ahead: {error}"
             elif source is None:
                 why += ": pipeline_postproc=True runs ahead what makes it, if that is possible"
+            around = self._around.get(seen_call.name) if source is None else None
+            if around is not None and around.only_weighs:
+                source = _path_to(seen_call.processed, batch, _DEPTH, set())
             if source is None:
                 self._warn(seen_call.name, why)
             else:
-                calls.append(Call(seen_call.name, seen_call.module, source, seen_call.grad))
+                calls.append(Call(seen_call.name, seen_call.module, source, seen_call.grad, around))
         return calls
 
     def _agreed(self, calls: list[Call]) -> list[Call]:
@@ -254,10 +307,19 @@ class Calls:
             warnings.warn(f"{what} not pipelined: {why}", stacklevel=7)
 
 
-def _noting(seen: list[ModuleCall], name: str, module: ShardedCollection) -> Any:
+def _noting(seen: list[ModuleCall], processed: dict[str, Any], name: str, module: ShardedCollection | OwnModule) -> Any:
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         features = args[0] if args else next(iter(kwargs.values()), None)
-        seen.append(ModuleCall(name, module, features, torch.is_grad_enabled()))
+        arguments = len(args) + len(kwargs) if isinstance(module, OwnModule) else 1
+        grad = torch.is_grad_enabled()
+        seen.append(ModuleCall(name, module, features, grad, processed.pop(name, None), arguments))
+
+    return note
+
+
+def _noting_processed(processed: dict[str, Any], name: str) -> Any:
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        processed[name] = args[0] if args else next(iter(kwargs.values()), None)
 
     return note
 

@@ -8,7 +8,7 @@ that another one lacks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +21,7 @@ from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.engine.collection import ShardedCollection
 
 from .calls import Started
-from .streams import current, new_stream, on, record_stream, to_device
+from .streams import AllocatesOn, current, new_stream, on, record_stream, to_device
 
 In = TypeVar("In")
 
@@ -41,8 +41,17 @@ class Fetched(Generic[In]):
     # calls of its step that left ahead, and the kind of step that they left for
     started: list[Started] = field(default_factory=list)
     mode: tuple[bool, bool] | None = None
+    # whether the memory of its features is freed
+    is_freed: bool = False
+    # whether another batch left in its place
+    is_replaced: bool = False
     # whether it is not to leave ahead
     stays: bool = False
+    # what its pipeline keeps of it; whether it was told to leave, and its ids to follow; whether these did
+    context: Any = None
+    has_left: bool = False
+    has_sent: bool = False
+    is_sent: bool = False
 
     def use(self, stream: torch.Stream | None) -> In:
         """The batch, for work on the current stream."""
@@ -65,6 +74,8 @@ class Feed(Generic[In]):
         # whether this rank has seen the end of its iterator, and whether all know of one
         self._is_empty = self._is_over = False
         self._has_warned = False
+        # the stream that a batch is fetched from
+        self._trains_on: Any = None
 
     def follow(self, model: nn.Module) -> None:
         """Agree with the ranks that train this model."""
@@ -77,26 +88,47 @@ class Feed(Generic[In]):
             self._is_empty = self._is_over = False
         return self._is_over
 
-    def fetch(self, iterator: Iterator[In]) -> Fetched[In]:
-        """Load a batch, or learn that there is none, and tell the other ranks; waits for none of them."""
+    def load(self, iterator: Iterator[In], *, in_place: bool = False) -> In | None:
+        """A batch, which is being copied to the device; None once the iterator has ended. Raises as the iterator.
+
+        Called by what `fetch` loads with. With `in_place` its memory is that of the stream that trains.
+        """
         self.is_over(iterator)
+        batch = None if self._is_empty else next(iterator, None)
+        self._is_empty = batch is None
+        loaded: In | None
+        if not in_place or self.stream is None:
+            loaded = to_device(batch, self._device, non_blocking=True)
+        else:
+            with AllocatesOn(self._trains_on, self.stream):
+                loaded = to_device(batch, self._device, non_blocking=True)
+        return loaded
+
+    def fetch(self, load: Callable[[Iterator[In]], tuple[In | None, Any]], iterator: Iterator[In]) -> Fetched[In]:
+        """Load a batch and its context, or learn that there is none, and tell the other ranks; waits for none of them.
+
+        What `load` raises is raised on all ranks in the place of the batch.
+        """
         exchange, device = self.agrees_by
         batch: In | None = None
-        ended: list[list[int]] | Exception
-        copied = None
+        context = copied = None
+        if self.stream is not None:
+            self._trains_on = current(self.stream)
+        told: list[list[int]] | Exception
         try:
-            batch = None if self._is_empty else next(iterator, None)
-            self._is_empty = batch is None
+            # what `load` makes of a batch is there once its copy is
             with on(self.stream):
-                batch = to_device(batch, self._device, non_blocking=True)
+                batch, context = load(iterator)
                 if self.stream is not None:
                     copied = self.stream.record_event()
-            ended = [[int(self._is_empty)]] * exchange.world_size
+            told = [[int(batch is None)]] * exchange.world_size
+        except StopIteration:
+            told = [[1]] * exchange.world_size
         except Exception as error:
-            batch, ended = None, error
+            batch, told = None, error
         with on(self.stream):
-            header = send_header(exchange, device, ended, width=1)
-        return Fetched(batch, header, copied)
+            header = send_header(exchange, device, told, width=1)
+        return Fetched(batch, header, copied, context=context)
 
     def settle(self, fetched: Fetched[In]) -> None:
         """Wait until all ranks have said what they have of a batch; does nothing the second time."""

@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from shardwise.sharding.comms.awaitable import Awaitable, LazyAwaitable
-from shardwise.sharding.engine.stages import ShardedModule, StepContext
+from shardwise.sharding.engine.stages import StepContext
+from shardwise.sharding.plan.sharded_module import ShardedModule
 
 from .arguments import CallArgs, PrefetchTrainPipelineContext, TrainPipelineContext
 from .streams import current, on, record_stream, wait_for
@@ -39,7 +40,7 @@ class BaseForward(Generic[Context]):
         self,
         name: str,
         args: CallArgs,
-        module: ShardedModule[Any],
+        module: ShardedModule[Any, Any, Any, Any],
         context: Context,
         stream: torch.Stream | None = None,
     ) -> None:
@@ -104,7 +105,7 @@ class PrefetchPipelinedForward(BaseForward[PrefetchTrainPipelineContext]):
         self,
         name: str,
         args: CallArgs,
-        module: ShardedModule[Any],
+        module: ShardedModule[Any, Any, Any, Any],
         context: PrefetchTrainPipelineContext,
         prefetch_stream: torch.Stream | None = None,
     ) -> None:

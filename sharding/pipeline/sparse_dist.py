@@ -7,6 +7,7 @@ waits for those. Rows are never looked up early, so every bit is that of the pla
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TypeVar
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from shardwise.sharding.dmp.dmp_collection import DMPCollection
 
 from .ahead import Ahead
-from .arguments import TrainPipelineContext
+from .arguments import PrefetchTrainPipelineContext, TrainPipelineContext
 from .base import FedPipeline, warn_of_unused
 from .feed import Fetched
 from .streams import current, new_stream
@@ -41,12 +42,19 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         dmp_collection_sync_interval_batches: a `DMPCollection` averages its replicas after every so many batches, the
             first among them; None leaves it to you.
         enqueue_batch_after_forward: load a batch after the forward instead of before.
-        apply_jit, context_type, enable_inplace_copy_batch, free_features_storage_early, clear_data_dist_inputs: have
-            no effect.
+        context_type: what is made for each batch, called with its `index` and `version`; stages get it.
+        enable_inplace_copy_batch: give batches memory of the stream that trains; see `inplace_copy_batch_to_gpu`.
+        free_features_storage_early: free the memory of a batch's features as soon as they are lined up to leave, where
+            sharded modules are all that reads them: the model may hand them on, and nothing else. What a sequence's
+            result has of them stays. Nothing is freed for a model of which a sharded module is not pipelined, or whose
+            input is made by the model.
+        clear_data_dist_inputs: let go what was sent for a batch before its forward, in `clear_sparse_data_dist_inputs`.
+        apply_jit: has no effect.
     """
 
     # batches whose ids are under way during a step
     _batches_ahead = 1
+    _default_context_type = TrainPipelineContext
 
     def __init__(
         self,
@@ -55,7 +63,7 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         device: torch.device | str,
         execute_all_batches: bool = True,
         apply_jit: bool = False,
-        context_type: type | None = None,
+        context_type: type[TrainPipelineContext] | None = None,
         pipeline_postproc: bool = False,
         custom_model_fwd: Callable[[In], tuple[Tensor, Out]] | None = None,
         dmp_collection_sync_interval_batches: int | None = 1,
@@ -68,46 +76,127 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
             model, optimizer, device, custom_model_fwd, depth=1 + self._batches_ahead,
             execute_all_batches=execute_all_batches,
         )  # fmt: skip
-        warn_of_unused(
-            apply_jit=apply_jit, context_type=context_type not in (None, TrainPipelineContext),
-            enable_inplace_copy_batch=enable_inplace_copy_batch,
-            free_features_storage_early=free_features_storage_early, clear_data_dist_inputs=clear_data_dist_inputs,
-        )  # fmt: skip
+        warn_of_unused(apply_jit=apply_jit)
+        self._enable_inplace_copy_batch = enable_inplace_copy_batch
+        self._free_features_storage_early, self._clear_inputs = free_features_storage_early, clear_data_dist_inputs
+        self._context_type = context_type or self._default_context_type
+        self._next_index = 0
         self._pipeline_postproc = pipeline_postproc
         self._sync_interval, self._steps = dmp_collection_sync_interval_batches, 0
         self._enqueue_after_forward = enqueue_batch_after_forward
         self._stream = new_stream(self._device, priority=-1)
         self._ahead = self._ahead_of(model)
 
+    @property
+    def batches(self) -> deque[In | None]:
+        """The batches under way, the oldest first: during a step its own, then the next."""
+        return deque(fetched.batch for fetched in self._queue)
+
+    @property
+    def contexts(self) -> deque[TrainPipelineContext]:
+        """Those of the batches under way."""
+        return deque(fetched.context for fetched in self._queue)
+
+    def copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, TrainPipelineContext | None]:
+        """The next batch, which is being copied to the device, and its context; (None, context) at the end.
+
+        Runs on the stream of copies. What an override raises is raised on all ranks in the place of the batch.
+        """
+        return self._feed.load(dataloader_iter), self._create_context()
+
+    def inplace_copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, TrainPipelineContext | None]:
+        """As `copy_batch_to_gpu`, in whose place it is called with `enable_inplace_copy_batch`.
+
+        A batch gets memory of the stream that trains, so that what one frees the next can have; its copy begins once
+        that stream is done with what it was given before. On the CPU both are the same.
+        """
+        return self._feed.load(dataloader_iter, in_place=True), self._create_context()
+
+    def clear_sparse_data_dist_inputs(self, context: TrainPipelineContext) -> None:
+        """Let go what was sent for a batch whose ids have arrived; called before its forward, if that is asked for.
+
+        Raises:
+            ValueError: the context is of no batch under way.
+        """
+        self._ahead.clear_inputs(self._fetched_of(context))
+
+    def start_sparse_data_dist(self, batch: In | None, context: TrainPipelineContext) -> None:
+        """Route the ids of a batch and have their sizes leave; called once for each, all ranks in the same order.
+
+        An override may give another batch, which is looked up in the place of the one that the model gets.
+
+        Raises:
+            ValueError: the context is of no batch under way.
+        """
+        if batch is not None:
+            self._ahead.start(self._fetched_of(context), batch)
+
+    def wait_sparse_data_dist(self, context: TrainPipelineContext) -> None:
+        """Wait for the sizes of all ranks and have the ids leave; called once for each batch that was started.
+
+        Raises:
+            ValueError: the context is of no batch under way.
+        """
+        self._ahead.send(self._fetched_of(context))
+
+    def _load(self, dataloader_iter: Iterator[In]) -> tuple[In | None, TrainPipelineContext]:
+        copy = self.inplace_copy_batch_to_gpu if self._enable_inplace_copy_batch else self.copy_batch_to_gpu
+        batch, context = copy(dataloader_iter)
+        return batch, self._create_context() if context is None else context
+
+    def _create_context(self) -> TrainPipelineContext:
+        context = self._context_type(index=self._next_index, version=1)
+        self._next_index += 1
+        return context
+
+    def _fetched_of(self, context: TrainPipelineContext) -> Fetched[In]:
+        for fetched in self._queue:
+            if fetched.context is context:
+                return fetched
+        raise ValueError("the context is of no batch under way: stages take those that copy_batch_to_gpu gave")
+
     def _step(self, dataloader_iter: Iterator[In]) -> Out:
         self.fill_pipeline(dataloader_iter)
         first = self._first()
+        # one that had no step before it to leave in
+        if not first.has_left and not first.stays:
+            first.has_left = first.has_sent = True
+            self.start_sparse_data_dist(first.batch, first.context)
+            self.wait_sparse_data_dist(first.context)
         self._ahead.arrive(first)
         self._raise(first)
+        if self._clear_inputs:
+            self.clear_sparse_data_dist_inputs(first.context)
         for fetched in islice(self._queue, 1, 1 + self._batches_ahead):
-            self._start(fetched)
+            if not fetched.has_left:
+                self._start(fetched)
         if not self._enqueue_after_forward:
             self.enqueue_batch(dataloader_iter)
-        self._queue.popleft()
-        if self._trains():
-            self._optimizer.zero_grad()
-        batch = first.use(current(self._feed.stream))
-        with self._ahead.taken(first, batch):
-            losses, output = self._model_fwd(batch)
-        if self._enqueue_after_forward:
-            self.enqueue_batch(dataloader_iter)
-        self._go_ahead()
-        if self._trains():
-            torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
-            self._synchronize()
-            self._optimizer.step()
-        self._steps += 1
+        try:
+            if self._trains():
+                self._optimizer.zero_grad()
+            batch = first.use(current(self._feed.stream))
+            with self._ahead.taken(first, batch):
+                losses, output = self._model_fwd(batch)
+            if self._enqueue_after_forward:
+                self.enqueue_batch(dataloader_iter)
+            self._go_ahead()
+            if self._trains():
+                torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
+                self._synchronize()
+                self._optimizer.step()
+            self._steps += 1
+        finally:
+            self.dequeue_batch()
         return output
 
     def detach(self) -> nn.Module:
         """The model, to be used without the pipeline; batches that were fetched stay. All ranks call it together."""
         for fetched in self._queue:
-            self._ahead.drop(fetched)
+            # one whose features were freed cannot leave again
+            if not fetched.is_freed:
+                self._ahead.drop(fetched)
+                fetched.has_left = fetched.has_sent = False
         return self._model
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
@@ -124,25 +213,34 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
 
     def reset(self) -> None:
         """Forget the batches under way; the next step begins anew. All ranks call it together."""
-        self.detach()
+        for fetched in self._queue:
+            self._ahead.drop(fetched)
         super().reset()
         self._steps = 0
 
     def _ahead_of(self, model: nn.Module) -> Ahead[In]:
-        return Ahead(model, self._feed.agrees_by, self._stream, prepares=self._pipeline_postproc)
+        return Ahead(
+            model, self._feed.agrees_by, self._stream, prepares=self._pipeline_postproc,
+            frees=self._free_features_storage_early,
+        )  # fmt: skip
 
     def _start(self, fetched: Fetched[In]) -> None:
         self._feed.settle(fetched)
-        self._ahead.start(fetched)
+        if self._ahead.can_start(fetched):
+            fetched.has_left = True
+            self.start_sparse_data_dist(fetched.batch, fetched.context)
 
     def _go_ahead(self) -> None:
         """What comes between forward and backward."""
-        waiting = list(self._queue)[: self._batches_ahead]
-        # those that could not start before the model's first step was seen
+        waiting = list(islice(self._queue, 1, 1 + self._batches_ahead))
         for fetched in waiting:
-            self._start(fetched)
+            if not fetched.has_left:
+                # it could not start before the model's first step was seen
+                self._start(fetched)
         for fetched in waiting:
-            self._ahead.send(fetched)
+            if fetched.has_left and not fetched.has_sent:
+                fetched.has_sent = True
+                self.wait_sparse_data_dist(fetched.context)
 
     def _synchronize(self) -> None:
         if isinstance(self._model, DMPCollection) and self._sync_interval and not self._steps % self._sync_interval:
@@ -159,6 +257,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     """
 
     _batches_ahead = 2
+    _default_context_type = PrefetchTrainPipelineContext
 
     def __init__(
         self,
@@ -180,7 +279,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
     def _go_ahead(self) -> None:
         super()._go_ahead()
-        for fetched in islice(self._queue, 1):
+        for fetched in islice(self._queue, 1, 2):
             self._ahead.prefetch(fetched)
 
 

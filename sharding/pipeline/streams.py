@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.sharding.comms.streams import record_stream
+
+__all__ = ["AllocatesOn", "current", "new_stream", "on", "record_stream", "to_device", "wait_for"]
 
 
 def new_stream(device: torch.device, priority: int = 0) -> torch.Stream | None:
@@ -61,20 +64,26 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
     )
 
 
-def record_stream(thing: Any, stream: Any) -> None:
-    """Keep the memory of every tensor in a batch, or in what a step keeps of one, until `stream` is done with it."""
-    if isinstance(thing, Tensor):
-        if thing.device.type != "cpu":
-            thing.record_stream(stream)
-    elif hasattr(thing, "record_stream"):
-        thing.record_stream(stream)
-    elif isinstance(thing, Mapping):
-        for part in thing.values():
-            record_stream(part, stream)
-    elif isinstance(thing, list | tuple):
-        for part in thing:
-            record_stream(part, stream)
-    elif is_dataclass(thing):
-        for field in fields(thing):
-            # those of later phases of a step are not there yet
-            record_stream(getattr(thing, field.name, None), stream)
+class AllocatesOn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, what is copied from the CPU to a device gets memory of the stream `owner`; the copy goes to `copies`."""
+
+    def __init__(self, owner: Any, copies: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owner, self._copies = owner, copies
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device: Any = kwargs.get("device") or "cpu"
+        is_copy = func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu"
+        if not is_copy or torch.device(device).type == "cpu":
+            return func(*args, **kwargs)
+        source, dtype = args[0], kwargs.get("dtype")
+        with on(self._owner):
+            there = torch.empty_like(source, device=device, dtype=dtype or source.dtype)
+        # memory that was freed there may still be read by what that stream was given
+        self._copies.wait_stream(self._owner)
+        there.copy_(source, non_blocking=bool(kwargs.get("non_blocking")))
+        there.record_stream(self._copies)
+        return there

@@ -8,6 +8,7 @@ of the host. `.to(device)` moves pieces that are all on one device; pieces on se
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.embeddings.config import PoolingType, embedding_names_by_table
 from shardwise.embeddings.quant import QuantizedCollection, QuantizedTable, TableWeights
-from shardwise.embeddings.quant.collection import note_formats, require_formats
+from shardwise.embeddings.quant.collection import lookup_dtype, note_formats, require_formats
 from shardwise.embeddings.quant.tables import scales_as
 from shardwise.embeddings.tables.grouped import pick_features
 from shardwise.embeddings.tables.id_check import IdCheck
@@ -27,9 +28,20 @@ from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels import BoundsCheckMode, Feature, pack_features, row_format
 from shardwise.sharding.comms.env import ShardingEnv
 from shardwise.sharding.plan.plan import ParameterSharding
+from shardwise.sharding.plan.sharded_module import NullShardedModuleContext, ShardedModule
 
 from .fused_params import bounds_check_mode, bounds_check_of
-from .storage import Place, ServedTable, ShardedTables, TableValues, byte_span, first_device, pieces_of, reachable
+from .storage import (
+    Place,
+    ServedTable,
+    ShardedTables,
+    SpreadBatch,
+    TableValues,
+    byte_span,
+    first_device,
+    pieces_of,
+    reachable,
+)
 
 # one for all tables, or one for each type of device
 Envs = ShardingEnv | Mapping[str, ShardingEnv]
@@ -47,8 +59,28 @@ class BufferOfShard:
     sharding_type: str
 
 
-class ShardedQuantizedCollection(TableModule):
+@dataclass(frozen=True)
+class ServedBatch:
+    """A batch on its way: as it was given, padded to equal batch sizes, and on the devices that look it up."""
+
+    given: KeyedJaggedTensor
+    padded: KeyedJaggedTensor
+    spread: SpreadBatch
+
+
+@dataclass(frozen=True)
+class FoundRows:
+    """What the pieces found for a batch, by source, each on its device."""
+
+    batch: ServedBatch
+    found: dict[int, Tensor]
+
+
+class ShardedQuantizedCollection(TableModule, ShardedModule[ServedBatch, FoundRows, Any, NullShardedModuleContext]):
     """What the sharded pooled and sequence collections share.
+
+    Its stages wait for nobody: one process holds all pieces, and `input_dist` gives the batch on their devices itself,
+    `output_dist` the output, as in TorchRec.
 
     Args:
         module: the quantized collection; its values are copied, unless it or `device` is on meta.
@@ -62,6 +94,9 @@ class ShardedQuantizedCollection(TableModule):
     """
 
     _is_pooled: bool
+    _unsharded_type: type[nn.Module]
+    # whether lookups are scaled by the batch's weights
+    _scales_by_weights = False
 
     def __init__(
         self,
@@ -127,6 +162,40 @@ class ShardedQuantizedCollection(TableModule):
     def device(self) -> torch.device:
         """Where outputs are."""
         return self._tables.home
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        """The class of the quantized collection."""
+        return self._unsharded_type
+
+    def create_context(self) -> NullShardedModuleContext:
+        """For one step, of which nothing is kept."""
+        return NullShardedModuleContext()
+
+    def input_dist(  # type: ignore[override]
+        self, ctx: NullShardedModuleContext, features: KeyedJaggedTensor
+    ) -> ServedBatch:
+        """Check the batch and bring its ids to the devices that look them up. Raises as `forward`."""
+        padded = self._ready(features)
+        return ServedBatch(features, padded, self._tables.spread(padded, self._scales_by_weights))
+
+    def compute(self, ctx: NullShardedModuleContext, dist_input: ServedBatch) -> FoundRows:
+        """Look the batch up on each device; raw rows of tables that are cut by rows come to where outputs are."""
+        look_up = self._tables.pooled if self._is_pooled else self._tables.sequence
+        return FoundRows(dist_input, look_up(dist_input.spread, lookup_dtype(self._output_dtype)))
+
+    def output_dist(self, ctx: NullShardedModuleContext, output: FoundRows) -> Any:
+        """The output, where outputs are."""
+        return self._joined(output)
+
+    @abc.abstractmethod
+    def _joined(self, output: FoundRows) -> Any:
+        """What the pieces found, as the unsharded collection gives it."""
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        """Look the batch up: the stages in order."""
+        ctx = self.create_context()
+        return self.compute_and_output_dist(ctx, self.input_dist(ctx, features))
 
     def output_dtype(self) -> torch.dtype:
         """The dtype of the output."""

@@ -22,8 +22,9 @@ from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.planner.layout import SERVING
 from shardwise.sharding.plan.module_sharder import ModuleSharder
 from shardwise.sharding.plan.plan import ParameterSharding, ShardingType
+from shardwise.sharding.plan.sharded_module import NullShardedModuleContext
 
-from .collection import Envs, ShardedQuantizedCollection
+from .collection import Envs, FoundRows, ServedBatch, ShardedQuantizedCollection
 from .modules import ShardedQuantEmbeddingBagCollection, ShardedQuantEmbeddingCollection
 from .sharders import BaseQuantEmbeddingSharder, M, QuantEmbeddingBagCollectionSharder, QuantEmbeddingCollectionSharder
 
@@ -71,8 +72,21 @@ class _PiecesBehindMaps(BehindFixedMaps[OutT], ShardedQuantizedCollection):
             module._managed_collision_collection, table_name_to_parameter_sharding, env, self.device
         )
 
-    def _remap(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool) -> Any:
-        return super()._remap(features.to(self.device), mutate_miss_lengths)
+    def forward(self, features: KeyedJaggedTensor) -> tuple[OutT, KeyedJaggedTensor]:  # type: ignore[override]
+        """Map the batch's ids and look the slots up: the stages in order. Raises as the collection without maps."""
+        ctx = self.create_context()
+        output: tuple[OutT, KeyedJaggedTensor] = self.compute_and_output_dist(ctx, self.input_dist(ctx, features))
+        return output
+
+    def input_dist(  # type: ignore[override]
+        self, ctx: NullShardedModuleContext, features: KeyedJaggedTensor
+    ) -> ServedBatch:
+        """Map the batch's ids where outputs are, and bring the slots to the devices that look them up."""
+        return super().input_dist(ctx, self._remap(features.to(self.device), mutate_miss_lengths=True))
+
+    def output_dist(self, ctx: NullShardedModuleContext, output: FoundRows) -> tuple[OutT, KeyedJaggedTensor]:
+        """The output of the collection, and the batch with slots in the place of ids."""
+        return self._joined(output), output.batch.given
 
 
 class ShardedQuantManagedCollisionEmbeddingCollection(  # type: ignore[misc]
@@ -80,11 +94,15 @@ class ShardedQuantManagedCollisionEmbeddingCollection(  # type: ignore[misc]
 ):
     """A quantized `EmbeddingCollection` behind maps, in pieces: (JaggedTensor by feature, remapped ids)."""
 
+    _unsharded_type = QuantManagedCollisionEmbeddingCollection
+
 
 class ShardedQuantManagedCollisionEmbeddingBagCollection(  # type: ignore[misc]
     _PiecesBehindMaps[KeyedTensor], ShardedQuantEmbeddingBagCollection
 ):
     """A quantized `EmbeddingBagCollection` behind maps, in pieces: (KeyedTensor, remapped ids)."""
+
+    _unsharded_type = QuantManagedCollisionEmbeddingBagCollection
 
 
 class _SharderBehindMaps(BaseQuantEmbeddingSharder[M]):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.embeddings import (
     EmbeddingBagCollectionInterface,
@@ -29,8 +30,9 @@ from shardwise.embeddings.tables.grouped import rows_by_name
 from shardwise.embeddings.tables.variable_batch import expand_pooled, inverse_or_none, require_full_batch
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.sharding.plan.plan import ParameterSharding
+from shardwise.sharding.plan.sharded_module import NullShardedModuleContext
 
-from .collection import Envs, ShardedQuantizedCollection
+from .collection import Envs, FoundRows, ServedBatch, ShardedQuantizedCollection
 
 
 class ShardedQuantEmbeddingBagCollection(ShardedQuantizedCollection, EmbeddingBagCollectionInterface):
@@ -38,6 +40,7 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantizedCollection, EmbeddingBa
 
     _children_name = "embedding_bags"
     _is_pooled = True
+    _unsharded_type: type[nn.Module] = EmbeddingBagCollection
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantizedCollection, EmbeddingBa
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(module, table_name_to_parameter_sharding, env, fused_params, device)
-        self._is_weighted = module.is_weighted()
+        self._is_weighted = self._scales_by_weights = module.is_weighted()
         self._embedding_names = [name for names in self._names_by_table for name in names]
         self._embedding_dims = [config.embedding_dim for config in self._configs for _ in config.feature_names]
 
@@ -59,12 +62,21 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantizedCollection, EmbeddingBa
             KeyError, IndexError, ValueError, TypeError: as the quantized `EmbeddingBagCollection`.
             RuntimeError: tables are on meta.
         """
+        return super().forward(features)  # type: ignore[no-any-return]
+
+    def input_dist(  # type: ignore[override]
+        self, ctx: NullShardedModuleContext, features: KeyedJaggedTensor
+    ) -> ServedBatch:
+        """Check the batch and bring its ids to the devices that look them up. Raises as `forward`."""
         who = type(self).__name__
         require_features(features, who, self._is_weighted)
         require_full_batch(features, who)
-        inverse = inverse_or_none(features, self._tables.features)
-        dtype = lookup_dtype(self._output_dtype)
-        values = self._tables.pooled(self._ready(features), dtype, weighted=self._is_weighted)
+        return super().input_dist(ctx, features)
+
+    def _joined(self, output: FoundRows) -> KeyedTensor:
+        batch = output.batch
+        inverse = inverse_or_none(batch.given, self._tables.features)
+        values = self._tables.joined_sums(batch.spread, output.found, lookup_dtype(self._output_dtype))
         if inverse is not None:
             values = expand_pooled(values, self._embedding_dims, inverse.to(values.device))
         return pooled_output(values, self._embedding_names, self._embedding_dims, self._output_dtype)
@@ -80,6 +92,8 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantizedCollection, EmbeddingBa
 
 class ShardedQuantFeatureProcessedEmbeddingBagCollection(ShardedQuantEmbeddingBagCollection):
     """A quantized `FeatureProcessedEmbeddingBagCollection` in pieces; its processors run where outputs are."""
+
+    _unsharded_type = FeatureProcessedEmbeddingBagCollection
 
     def __init__(
         self,
@@ -101,8 +115,14 @@ class ShardedQuantFeatureProcessedEmbeddingBagCollection(ShardedQuantEmbeddingBa
             KeyError, IndexError, ValueError, TypeError, RuntimeError: as `ShardedQuantEmbeddingBagCollection`, or as
             the processor does.
         """
+        return super().forward(features)
+
+    def input_dist(  # type: ignore[override]
+        self, ctx: NullShardedModuleContext, features: KeyedJaggedTensor
+    ) -> ServedBatch:
+        """Process the batch where outputs are, and bring it to the devices that look it up. Raises as `forward`."""
         require_features(features, type(self).__name__, False)
-        return super().forward(self.feature_processor(features.to(self.device)))
+        return super().input_dist(ctx, self.feature_processor(features.to(self.device)))
 
 
 class ShardedQuantEmbeddingCollection(ShardedQuantizedCollection, EmbeddingCollectionInterface):
@@ -110,6 +130,7 @@ class ShardedQuantEmbeddingCollection(ShardedQuantizedCollection, EmbeddingColle
 
     _children_name = "embeddings"
     _is_pooled = False
+    _unsharded_type: type[nn.Module] = EmbeddingCollection
 
     def __init__(
         self,
@@ -129,12 +150,21 @@ class ShardedQuantEmbeddingCollection(ShardedQuantizedCollection, EmbeddingColle
             KeyError, IndexError, ValueError, TypeError: as the quantized `EmbeddingCollection`.
             RuntimeError: tables are on meta.
         """
+        return super().forward(features)  # type: ignore[no-any-return]
+
+    def input_dist(  # type: ignore[override]
+        self, ctx: NullShardedModuleContext, features: KeyedJaggedTensor
+    ) -> ServedBatch:
+        """Check the batch and bring its ids to the devices that look them up. Raises as `forward`."""
         require_features(features, type(self).__name__, False)
-        padded = self._ready(features)
-        rows = self._tables.sequence(padded, lookup_dtype(self._output_dtype))
-        picked = pick_features(padded, self._tables.features).to(self.device)
+        return super().input_dist(ctx, features)
+
+    def _joined(self, output: FoundRows) -> dict[str, JaggedTensor]:
+        batch = output.batch
+        rows = self._tables.joined_rows(batch.spread, output.found, lookup_dtype(self._output_dtype))
+        picked = pick_features(batch.padded, self._tables.features).to(self.device)
         by_name = rows_by_name(
-            features.to(self.device), [(picked, rows)], [range(len(self._configs))], self._names_by_table,
+            batch.given.to(self.device), [(picked, rows)], [range(len(self._configs))], self._names_by_table,
             need_indices=self._need_indices,
         )  # fmt: skip
         return sequence_output(by_name, self._output_dtype)

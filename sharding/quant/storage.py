@@ -14,7 +14,7 @@ Shapes: I [N] ids, O [F*B + 1] offsets, Y [B, D] of a lookup pooled, [N, D] unpo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -181,6 +181,16 @@ class Place:
     shard: Shard
     part: Part
     number: int
+
+
+@dataclass(frozen=True)
+class SpreadBatch:
+    """A batch of B samples where it is looked up: by number of a part, and at home by number of a cut table."""
+
+    of_parts: dict[int, KeyedJaggedTensor]
+    of_cut: dict[int, KeyedJaggedTensor]
+    samples: int
+    weighted: bool
 
 
 class ShardedTables:
@@ -352,56 +362,73 @@ class ShardedTables:
         if t in self._remappings and values.remapping is not None:
             self._remappings[t] = values.remapping.to(self.home, copy=True)
 
-    def pooled(self, features: KeyedJaggedTensor, dtype: torch.dtype, *, weighted: bool) -> Tensor:
-        """Y of all lookups side by side, [B, sum of dims], at home."""
-        found: dict[int, Sequence[Tensor]] = {}
-        results = []
-        for source, part, batch in self._batches(features):
-            weights = batch.weights() if weighted else None
-            results.append((source, part.held.pooled(batch.values(), batch.offsets(), weights, dtype)))
-        if self._is_one:
-            return _moved(results[0][1], self.home)
-        # all devices are at work before the first result is brought home
-        for source, result in results:
-            found[source] = torch.split(_moved(result, self.home), self.parts[source].held.dims, dim=1)
-        for source, t in enumerate(self._cut, start=len(self.parts)):
-            batch, table = self._picked(features, self.tables[t].features, self.home), self.tables[t].table
-            weights, dims = batch.weights().detach() if weighted else None, [table.dim] * len(self.tables[t].features)
-            payload, scales, ids, packed = self._gathered(t, batch)
-            rows = quantized_pooled_lookup(
-                payload, scales, ids, batch.offsets(), weights, packed, dims, table.format, dtype
-            )
-            found[source] = torch.split(rows, dims, dim=1)
-        blocks = [found[source][number] for output in self._outputs for source, number in output]
-        return torch.cat(blocks, dim=1) if blocks else torch.empty(features.stride(), 0, dtype=dtype, device=self.home)
+    def spread(self, features: KeyedJaggedTensor, weighted: bool = False) -> SpreadBatch:
+        """What each part looks up of a batch with equal batch sizes, on its device; ids of cut tables go home."""
+        of_parts = {
+            source: self._picked(features, part.held.keys, part.device)
+            for source, part in enumerate(self.parts)
+            if part.held.lookups
+        }
+        of_cut = {t: self._picked(features, self.tables[t].features, self.home) for t in self._cut}
+        return SpreadBatch(of_parts, of_cut, features.stride(), weighted)
 
-    def sequence(self, features: KeyedJaggedTensor, dtype: torch.dtype) -> Tensor:
-        """Y of all lookups one below another, [N, dim], at home."""
-        found: dict[int, Sequence[Tensor]] = {}
-        results = []
-        for source, part, batch in self._batches(features):
-            rows = part.held.sequence(batch.values(), batch.offsets(), dtype)
-            results.append((source, rows, batch.length_per_key()))
-        if self._is_one:
-            return _moved(results[0][1], self.home)
-        for source, rows, sizes in results:
-            found[source] = _split(_moved(rows, self.home), sizes)
+    def pooled(self, batch: SpreadBatch, dtype: torch.dtype) -> dict[int, Tensor]:
+        """What each source finds, by its number: sums [B, its columns], on its device; those of cut tables at home."""
+        found: dict[int, Tensor] = {}
+        # all devices are at work before what is waited for
+        for source, of_part in batch.of_parts.items():
+            weights = of_part.weights() if batch.weighted else None
+            found[source] = self.parts[source].held.pooled(of_part.values(), of_part.offsets(), weights, dtype)
         for source, t in enumerate(self._cut, start=len(self.parts)):
-            batch, table = self._picked(features, self.tables[t].features, self.home), self.tables[t].table
-            payload, scales, ids, packed = self._gathered(t, batch)
-            rows = quantized_sequence_lookup(
-                payload, scales, ids, batch.offsets(), packed, table.dim, table.format, dtype
+            of_table, table = batch.of_cut[t], self.tables[t].table
+            weights = of_table.weights().detach() if batch.weighted else None
+            payload, scales, ids, packed = self._gathered(t, of_table)
+            found[source] = quantized_pooled_lookup(
+                payload, scales, ids, of_table.offsets(), weights, packed, self._dims(t), table.format, dtype
             )
-            found[source] = _split(rows, batch.length_per_key())
-        outputs = [[found[source][number] for source, number in output] for output in self._outputs]
+        return found
+
+    def sequence(self, batch: SpreadBatch, dtype: torch.dtype) -> dict[int, Tensor]:
+        """What each source finds: rows [n, dim], where `pooled` has sums."""
+        found: dict[int, Tensor] = {}
+        for source, of_part in batch.of_parts.items():
+            found[source] = self.parts[source].held.sequence(of_part.values(), of_part.offsets(), dtype)
+        for source, t in enumerate(self._cut, start=len(self.parts)):
+            of_table, table = batch.of_cut[t], self.tables[t].table
+            payload, scales, ids, packed = self._gathered(t, of_table)
+            found[source] = quantized_sequence_lookup(
+                payload, scales, ids, of_table.offsets(), packed, table.dim, table.format, dtype
+            )
+        return found
+
+    def joined_sums(self, batch: SpreadBatch, found: Mapping[int, Tensor], dtype: torch.dtype) -> Tensor:
+        """Y of all lookups side by side, [B, sum of dims], at home."""
+        if self._is_one:
+            return _moved(found[0], self.home)
+        pieces: dict[int, Sequence[Tensor]] = {}
+        for source, sums in found.items():
+            is_part = source < len(self.parts)
+            dims = self.parts[source].held.dims if is_part else self._dims(self._cut[source - len(self.parts)])
+            pieces[source] = torch.split(_moved(sums, self.home), dims, dim=1)
+        blocks = [pieces[source][number] for output in self._outputs for source, number in output]
+        return torch.cat(blocks, dim=1) if blocks else torch.empty(batch.samples, 0, dtype=dtype, device=self.home)
+
+    def joined_rows(self, batch: SpreadBatch, found: Mapping[int, Tensor], dtype: torch.dtype) -> Tensor:
+        """Y of all lookups one below another, [N, dim], at home."""
+        if self._is_one:
+            return _moved(found[0], self.home)
+        pieces: dict[int, Sequence[Tensor]] = {}
+        for source, rows in found.items():
+            is_part = source < len(self.parts)
+            of_source = batch.of_parts[source] if is_part else batch.of_cut[self._cut[source - len(self.parts)]]
+            pieces[source] = _split(_moved(rows, self.home), of_source.length_per_key())
+        outputs = [[pieces[source][number] for source, number in output] for output in self._outputs]
         joined = [blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1) for blocks in outputs]
         return torch.cat(joined) if joined else torch.empty(0, 0, dtype=dtype, device=self.home)
 
-    def _batches(self, features: KeyedJaggedTensor) -> Iterator[tuple[int, Part, KeyedJaggedTensor]]:
-        """The features that each part looks up, on its device."""
-        for source, part in enumerate(self.parts):
-            if part.held.lookups:
-                yield source, part, self._picked(features, part.held.keys, part.device)
+    def _dims(self, t: int) -> list[int]:
+        """The columns of each lookup in a table."""
+        return [self.tables[t].table.dim] * len(self.tables[t].features)
 
     @staticmethod
     def _picked(features: KeyedJaggedTensor, names: Sequence[str], device: torch.device) -> KeyedJaggedTensor:

@@ -13,7 +13,7 @@ __all__ = ["FBGEMM", "TABLE"]
 NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed": {
         "torchrec.distributed.model_parallel": "DistributedModelParallel",
-        "torchrec.distributed.types": "Awaitable ModuleSharder NoWait ParameterSharding ShardingEnv",
+        "torchrec.distributed.types": "Awaitable ModuleSharder NoWait ParameterSharding ShardedModule ShardingEnv",
         "torchrec.distributed.comm": "get_local_rank get_local_size",
         "torchrec.distributed.utils": "get_unsharded_module_names sharded_model_copy",
         "torch.distributed._shard.sharded_tensor": "ShardedTensor",
@@ -137,6 +137,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.model_parallel": {
         "shardwise.sharding.dmp.dmp": "DistributedModelParallel",
+        "shardwise.sharding.plan.sharded_module": "ShardedModule",
         "shardwise.sharding.dmp.data_parallel": "DataParallelWrapper DefaultDataParallelWrapper",
         "torchrec.distributed.sharding_plan": "get_default_sharders",
         "shardwise.sharding.dmp.dmp_collection": "DMPCollection",
@@ -312,6 +313,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "torchrec.types": "DataType",
         "shardwise.sharding.comms.env": "ShardingEnv ShardingEnv2D ShardingStrategy",
         "shardwise.sharding.plan.module_sharder": "ModuleSharder",
+        "shardwise.sharding.plan.sharded_module": "NullShardedModuleContext ShardedModule",
         "shardwise.sharding.comms.awaitable": (
             "Awaitable GetItemLazyAwaitable LazyAwaitable LazyGetItemMixin LazyNoWait NoWait"
         ),

@@ -30,7 +30,7 @@ SAID = {
     "checkpoints": range(11, 1000),
     "checkpoints_convert": range(10, 1000),
     "jagged": range(61, 1000),
-    "pipelines": range(7, 8),
+    "pipelines": range(8, 9),
     "planner": range(12, 1000),
     "reliability": range(1, 1000),
     "sharding": range(16, 1000),

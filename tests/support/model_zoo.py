@@ -166,7 +166,7 @@ def state_of(model: DistributedModelParallel) -> dict[str, Tensor]:
 
 def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Adagrad on the layers that are not sharded."""
-    params = [p for name, p in model.named_parameters() if name.startswith(("dense", "over"))]
+    params = [p for name, p in model.named_parameters() if name.startswith(("dense", "over")) or "position" in name]
     return torch.optim.Adagrad(params, lr=0.05)
 
 

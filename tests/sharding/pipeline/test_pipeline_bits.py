@@ -217,33 +217,40 @@ def sharded_processed(kind: str) -> Any:
     return DistributedModelParallel(model, plan=ShardingPlan({"processed": plan}))
 
 
-def of_processed(kind: str, pipeline: str) -> tuple[list[str], list[str], int]:
+def of_processed(kind: str, pipeline: str, postproc: bool) -> tuple[list[str], list[str], int]:
     tables = "processed._embedding_bag_collection"
-    return beside_a_plain_loop(pipeline, lambda: sharded_processed(kind), 8, watched=tables, pipeline_postproc=True)
+    return beside_a_plain_loop(
+        pipeline, lambda: sharded_processed(kind), 8, watched=tables, pipeline_postproc=postproc
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("kind", "pipeline"),
+    ("kind", "pipeline", "postproc"),
     [
-        ("trained", "prefetch"),
-        ("frozen", "prefetch"),
-        ("frozen collection", "eval"),
+        ("trained", "sparse_dist", False),
+        ("trained collection", "prefetch", False),
+        ("frozen", "prefetch", True),
+        ("frozen collection", "eval", True),
         *(
-            pytest.param(kind, pipeline, marks=pytest.mark.long)
-            for kind, pipeline in product(
-                ("trained", "frozen", "frozen collection"), ("sparse_dist", "prefetch", "eval")
+            pytest.param(kind, pipeline, postproc, marks=pytest.mark.long)
+            for kind, pipeline, postproc in product(
+                ("trained", "trained collection", "frozen", "frozen collection"),
+                ("sparse_dist", "prefetch", "eval"),
+                (False, True),
             )
         ),
     ],
 )
-def test_a_feature_processed_collection_has_the_bits_of_the_plain_loop(kind: str, pipeline: str) -> None:
-    """It was said that its input does not depend on the batch: an error of the trace went for a batch."""
-    for different, said, ahead in run_ranks(2, of_processed, kind, pipeline):
-        assert different == []
-        assert len(said) == int(kind == "trained") and bool(ahead) == (kind != "trained")
-        for one in said:
-            assert "it needs parameters that are trained, ['processed._feature_processors.f0" in one
-            assert "does not depend on the batch" not in one
+def test_a_feature_processed_collection_has_the_bits_of_the_plain_loop(
+    kind: str, pipeline: str, postproc: bool
+) -> None:
+    """It was left unpipelined, as weights that are made ahead miss an update: now ids leave, and weights follow.
+
+    And it was said that its input does not depend on the batch: an error of the trace went for a batch.
+    """
+    for different, said, ahead in run_ranks(2, of_processed, kind, pipeline, postproc):
+        assert (different, said) == ([], [])
+        assert ahead >= 7
 
 
 class Cache:

@@ -372,7 +372,7 @@ def test_what_cannot_be_moved_to_a_device_is_named() -> None:
 def test_settings_without_effect_are_named() -> None:
     model = Dense()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="^apply_jit, free_features_storage_early: no effect in shardwise"):
+    with pytest.warns(UserWarning, match="^apply_jit: no effect in shardwise"):
         TrainPipelineSparseDist(model, optimizer, CPU, apply_jit=True, free_features_storage_early=True)
 
 

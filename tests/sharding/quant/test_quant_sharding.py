@@ -37,6 +37,7 @@ from shardwise.inference.sharded import DEFAULT_SHARDERS
 from shardwise.kernels import BoundsCheckMode
 from shardwise.sharding import (
     ParameterSharding,
+    ShardedModule,
     ShardingEnv,
     ShardingPlan,
     column_wise,
@@ -154,6 +155,21 @@ def expect_bits_of_unsharded(model: nn.Module, cuts: str, kind: str = "pooled") 
 @pytest.mark.parametrize("cuts", PLANS)
 def test_a_sharded_model_gives_the_bits_of_the_unsharded_one(cuts: str, kind: str) -> None:
     expect_bits_of_unsharded(quantized(kind), cuts, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cuts", ["table_wise", "grid", "another_mix"])
+def test_stages_that_are_called_one_by_one_give_the_bits_of_a_forward(cuts: str, kind: str) -> None:
+    """Two batches under way, as a pipeline has them; ids are on the devices of the pieces before anything is found."""
+    model, kjts = quantized(kind), [batch(kind), batch(kind, 4)]
+    cut: Any = sharded(model, PLANS[cuts])
+    assert isinstance(cut, ShardedModule) and cut.unsharded_module_type is type(model)
+    contexts = [cut.create_context() for _ in kjts]
+    arrived = [cut.input_dist(ctx, kjt) for ctx, kjt in zip(contexts, kjts, strict=True)]
+    found = [cut.compute(ctx, of_batch) for ctx, of_batch in zip(contexts, arrived, strict=True)]
+    for ctx, of_batch, kjt in zip(contexts, found, kjts, strict=True):
+        assert same_bits(cut.output_dist(ctx, of_batch), model(kjt))
+        assert same_bits(cut.compute_and_output_dist(ctx, cut.input_dist(ctx, kjt)), model(kjt))
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -1,0 +1,177 @@
+"""A pipeline's stages are methods that a subclass may override, and is obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_zoo import Batch, batch_of, dense_optimizer, drain, plain_loop, same, sharded
+from pipeline_runs import CPU, as_a_plain_loop, equal
+from ranks import error_of, run_ranks
+from torch import Tensor
+
+from shardwise import (
+    EvalPipelineSparseDist,
+    KeyedJaggedTensor,
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineSparseDist,
+)
+from shardwise.sharding.pipeline.arguments import PrefetchTrainPipelineContext, TrainPipelineContext
+
+pytestmark = pytest.mark.ranks
+
+KINDS: dict[str, Any] = {
+    "sparse_dist": TrainPipelineSparseDist,
+    "prefetch": PrefetchTrainPipelineSparseDist,
+    "eval": EvalPipelineSparseDist,
+}
+
+
+@dataclass
+class Noted(PrefetchTrainPipelineContext):
+    """A context of a user's own."""
+
+    notes: list[str] = field(default_factory=list)
+
+
+def calls_of(kind: str, steps: int) -> tuple[bool, list[tuple[str, int]], bool]:
+    """Whether outputs are those of a plain loop; the stages of each batch in order; whether contexts are the user's."""
+    calls: list[tuple[str, int]] = []
+    kinds: set[type] = set()
+
+    class Counted(KINDS[kind]):  # type: ignore[misc]
+        """Notes its stages."""
+
+        def copy_batch_to_gpu(self, dataloader_iter: Iterator[Batch]) -> Any:
+            batch, context = super().copy_batch_to_gpu(dataloader_iter)
+            if batch is not None:
+                calls.append(("copy", context.index))
+            return batch, context
+
+        def enqueue_batch(self, dataloader_iter: Iterator[Batch]) -> bool:
+            before = len(self.batches)
+            came: bool = super().enqueue_batch(dataloader_iter)
+            assert came == (len(self.batches) == before + 1)
+            return came
+
+        def start_sparse_data_dist(self, batch: Batch | None, context: TrainPipelineContext) -> None:
+            assert context.index is not None and batch is not None
+            kinds.add(type(context))
+            calls.append(("start", context.index))
+            super().start_sparse_data_dist(batch, context)
+
+        def wait_sparse_data_dist(self, context: TrainPipelineContext) -> None:
+            assert context.index is not None
+            calls.append(("wait", context.index))
+            super().wait_sparse_data_dist(context)
+
+        def dequeue_batch(self) -> None:
+            calls.append(("dequeue", self.contexts[0].index))
+            super().dequeue_batch()
+
+    model = sharded("ps")
+    pipeline = Counted(model, dense_optimizer(model), CPU)
+    if kind == "sparse_dist":
+        pipeline = Counted(model, dense_optimizer(model), CPU, context_type=Noted)
+    outputs = drain(pipeline.progress, (batch_of(n) for n in range(steps)))
+    if kind == "eval":
+        plain: Any = sharded("ps")
+        good = same([plain(batch_of(n))[1].detach() for n in range(steps)], outputs) and equal(model, plain)
+    else:
+        good = as_a_plain_loop(model, outputs, range(steps))
+    wanted = {"sparse_dist": Noted, "prefetch": PrefetchTrainPipelineContext, "eval": TrainPipelineContext}[kind]
+    return good, calls, kinds == {wanted}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_batch_goes_through_each_stage_once_and_in_order(kind: str) -> None:
+    steps = 6
+    for good, calls, is_own in run_ranks(2, calls_of, kind, steps):
+        assert good and is_own
+        for number in range(steps):
+            assert [stage for stage, index in calls if index == number] == ["copy", "start", "wait", "dequeue"]
+        # the next batch leaves before this one's step is over
+        assert all(calls.index(("wait", n + 1)) < calls.index(("dequeue", n)) for n in range(steps - 1))
+
+
+def shifted(batch: Batch) -> Batch:
+    """Every id of the pooled tables is the next one."""
+    features = batch.pooled
+    ids = (features.values() + 1) % 40
+    return replace(batch, pooled=KeyedJaggedTensor(features.keys(), ids, None, features.lengths()))
+
+
+def changed_by(stage: str) -> tuple[bool, bool]:
+    """Whether outputs are those of a plain loop over other batches, and not over these."""
+
+    class Shifts(TrainPipelineSparseDist[Batch, Tensor]):
+        """Trains with other ids."""
+
+        def copy_batch_to_gpu(self, dataloader_iter: Iterator[Batch]) -> Any:
+            batch, context = super().copy_batch_to_gpu(dataloader_iter)
+            return batch if batch is None or stage != "copy" else shifted(batch), context
+
+        def start_sparse_data_dist(self, batch: Batch | None, context: TrainPipelineContext) -> None:
+            # the first batch is routed by the model itself, which has it as it was
+            if batch is not None and stage == "start" and context.index:
+                batch = shifted(batch)
+            super().start_sparse_data_dist(batch, context)
+
+    model, plain, other = (sharded("p") for _ in range(3))
+    outputs = drain(Shifts(model, dense_optimizer(model), CPU).progress, (batch_of(n) for n in range(5)))
+    batches = [batch_of(n) if stage == "start" and not n else shifted(batch_of(n)) for n in range(5)]
+    expected = plain_loop(plain, iter(batches))
+    return same(expected, outputs) and equal(model, plain), same(plain_loop(other, map(batch_of, range(5))), outputs)
+
+
+@pytest.mark.parametrize("stage", ["copy", "start"])
+def test_a_stage_that_changes_the_batch_is_obeyed(stage: str) -> None:
+    assert run_ranks(2, changed_by, stage) == [(True, False)] * 2
+
+
+def ends_or_fails(how: str) -> tuple[int, str]:
+    """Steps until a stage of rank 1 has no more batches, or fails; and what was raised."""
+
+    class Stops(TrainPipelineSparseDist[Batch, Tensor]):
+        """Has three batches, or cannot read the fourth."""
+
+        def copy_batch_to_gpu(self, dataloader_iter: Iterator[Batch]) -> Any:
+            batch, context = super().copy_batch_to_gpu(dataloader_iter)
+            if context is not None and context.index == 3 and dist.get_rank() == 1:
+                if how == "raises":
+                    raise KeyError("no column 'age'")
+                batch = None
+            return batch, context
+
+    model = sharded("p")
+    pipeline, batches, done = Stops(model, dense_optimizer(model), CPU), (batch_of(n) for n in range(6)), 0
+    try:
+        while True:
+            pipeline.progress(batches)
+            done += 1
+    except StopIteration:
+        return done, "end"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error.args[0]}"
+        return done, said if len(drain(pipeline.progress, batches)) == 2 else "and did not go on"
+
+
+@pytest.mark.filterwarnings("ignore:ranks .* have no batch left")
+def test_a_stage_of_one_rank_that_ends_or_fails_does_so_on_all() -> None:
+    assert run_ranks(2, ends_or_fails, "ends") == [(3, "end")] * 2
+    assert run_ranks(2, ends_or_fails, "raises") == [(3, "KeyError: rank 1: no column 'age'")] * 2
+
+
+def of_no_batch() -> str:
+    model = sharded("p")
+    pipeline = TrainPipelineSparseDist[Batch, Tensor](model, dense_optimizer(model), torch.device("cpu"))
+    pipeline.progress(iter([batch_of(0)]))
+    return error_of(pipeline.wait_sparse_data_dist, TrainPipelineContext())
+
+
+def test_a_context_that_no_batch_has_is_refused() -> None:
+    assert run_ranks(1, of_no_batch)[0].startswith("ValueError: the context is of no batch under way")
