@@ -1,4 +1,4 @@
-"""A format of one's own, fp16 under a scale per row of 64 values, carries rows and gradients; the package is as it is."""
+"""A format of one's own, fp16 under a scale per row of 64 values, carries rows and gradients."""
 
 from __future__ import annotations
 
