@@ -30,7 +30,7 @@ from shardwise.kernels._op import no_second_derivative, runs_kernel
 from ...planner.layout import Shard, TableOptions, validate
 from ..comms.agreement import Facts, agree, facts_of, facts_of_shards
 from ..comms.awaitable import LazyAwaitable
-from ..comms.consensus import raise_first, send_header
+from ..comms.consensus import send_header
 from ..comms.env import ShardingEnv, get_gradient_division
 from ..comms.exchange import Exchange
 from ..comms.failures import agreed
@@ -40,8 +40,9 @@ from .dedup import dedup_ids
 from .flags import fault_error, fault_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
 from .id_map import IdMap, id_ranges
+from .late_weights import finish_weights
 from .reshard import reshard
-from .route import Sending, divide_ahead, raise_with_sizes, route, route_again
+from .route import Sending, divide_ahead, raise_with_sizes, route
 from .routes import Routes, Table, plan_routes
 from .shards import LocalShards
 from .stages import StagedModule, StepContext
@@ -58,7 +59,6 @@ from .wire import (
     unpack_ids,
     unpack_sizes,
     unpack_weight_gradients,
-    unpack_weights,
 )
 
 
@@ -291,7 +291,7 @@ class ShardedCollection(StagedModule[Step]):
         self.send_ids(step)  # the sizes of all ranks are here, and ids leave
         self.receive_ids(step)  # the ids of all ranks are here, in order
         if step.awaits_weights:
-            self._weigh(step, features)
+            finish_weights(self, step, features)
         self.look_up(step)  # their rows leave
         # `finish`, when the result is used: the rows of all ranks are here, and become the output
         return self._awaitable(self, step)
@@ -305,7 +305,7 @@ class ShardedCollection(StagedModule[Step]):
         self.send_ids(step)
         self.receive_ids(step)
         if step.awaits_weights:
-            self._weigh(step, features)
+            finish_weights(self, step, features)
         return step
 
     def start(self, features: KeyedJaggedTensor | Exception) -> Step:
@@ -387,32 +387,6 @@ class ShardedCollection(StagedModule[Step]):
             self.shards.translate(step, self._id_maps)
         step.phase = IDS_RECEIVED
 
-    def _weigh(self, step: Step, features: KeyedJaggedTensor | Exception) -> None:
-        """Send the weights of a batch whose ids left ahead of them: what makes them is trained by the step before.
-
-        Raises, on all ranks, what `features` is on some rank; ValueError: it is not the batch that left.
-        """
-        lenient = self._policy.bounds_check is not BoundsCheckMode.FATAL and bool(step.sending.used)
-        weighed = step
-        failure: Exception | None = None
-        try:
-            if isinstance(features, Exception):
-                raise features
-            padded = pad_strides(features) if features.variable_stride_per_key() else features
-            weighed = route_again(step, self._routes, padded, lenient=lenient)
-        except Exception as error:
-            failure = error
-        weights = weighed.sent_weights
-        assert weights is not None
-        flag = torch.tensor([int(failure is not None)], dtype=torch.int32, device="cpu").to(self.device)
-        pending = self._exchange.rows(weights.detach(), step.ids_to, step.ids_from, flag=flag, what="weights")
-        received = pending.wait()
-        if any(pending.flags):
-            self.drop(step)
-            raise_first(self._exchange, pending.flags, failure, self.device)
-        step.sent_weights, step.received_weights = weights, unpack_weights(step, received)
-        step.replicated, step.division, step.awaits_weights = weighed.replicated, weighed.division, False
-
     def prefetch(
         self, dist_input: Step, forward_stream: torch.Stream | None = None, ctx: StepContext | None = None
     ) -> bool:
@@ -460,14 +434,6 @@ class ShardedCollection(StagedModule[Step]):
                 ))  # fmt: skip
             return None
         return step
-
-    def read_later(self, step: Step) -> tuple[str, ...]:
-        """Which tensors of its batch a step that was started still reads: all others may be freed."""
-        if self._pooled:
-            return ()
-        if step.given.inverse_indices_or_none() is not None:
-            return "values", "lengths", "offsets"
-        return ("values", "lengths", "offsets") if self._need_indices else ("lengths", "offsets")
 
     def drop(self, step: Step) -> None:
         """Let a batch go that no forward will take: what travels is waited for, its rows may leave their slots."""

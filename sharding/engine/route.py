@@ -396,27 +396,6 @@ def route(
     step.sent_ids, step.sent_weights, step.sent_lengths, step.counts = segments
 
 
-def route_again(step: Step, routes: Routes, features: KeyedJaggedTensor, *, lenient: bool) -> Step:
-    """A batch that was lined up as `step` without its weights, lined up once more with them; `features` are padded.
-
-    Raises:
-        ValueError: it is not the batch that was lined up.
-    """
-    weights = features.weights() if step.update else features.weights().detach()
-    weighed = Step(step.update, step.receiving)
-    weighed.routed, weighed.sending = features, step.sending
-    if list(step.sending.place) != list(features.keys()):
-        raise ValueError(f"the batch that left ahead has keys {list(step.sending.place)}, this one {features.keys()}")
-    sizes = None if step.division is None else step.division.sizes
-    divided = divide_ahead(features, routes, step.sending, weights, lenient=lenient) if step.divided_ahead else None
-    if divided is not None and sizes is not None:
-        divided.sizes = sizes
-    route(weighed, routes, weights, lenient=lenient, divided=divided, sizes=sizes)
-    if weighed.counts != step.counts:
-        raise ValueError("the batch that left ahead has other ids: what makes weights may change nothing else of it")
-    return weighed
-
-
 def _numbers(ids: Tensor, routes: Routes, weights: Tensor | None, lenient: bool) -> tuple[Tensor, Tensor | None]:
     """Ids and weights [N] of a batch as they travel."""
     if routes.id_dtype == torch.int32 and ids.dtype == torch.int64 and lenient:

@@ -81,6 +81,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """The parameter of a table, by its name below this module."""
         return f"embedding_bags.{shard_name}.weight"
 
+    def read_later(self, step: Step) -> tuple[str, ...]:
+        """Which tensors of its batch a step that was started still reads: all others may be freed."""
+        return ()
+
     def finish(self, step: Step) -> KeyedTensor:
         """The result of a batch, the second half of its forward.
 
@@ -123,6 +127,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def extend_shard_name(shard_name: str) -> str:
         """The parameter of a table, by its name below this module."""
         return f"embeddings.{shard_name}.weight"
+
+    def read_later(self, step: Step) -> tuple[str, ...]:
+        """As `ShardedEmbeddingBagCollection.read_later`."""
+        reads_ids = self._need_indices or step.given.inverse_indices_or_none() is not None
+        return ("values", "lengths", "offsets") if reads_ids else ("lengths", "offsets")
 
     def finish(self, step: Step) -> dict[str, JaggedTensor]:
         """The result of a batch. Raises as `ShardedEmbeddingBagCollection.finish`."""

@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.comms.failures import agreed
-from shardwise.sharding.engine.collection import ShardedCollection
+from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
 from .calls import Calls, Started
 from .feed import Fetched
@@ -85,7 +85,7 @@ class Ahead(Generic[In]):
         batches: dict[int, KeyedJaggedTensor] = {}
         for one in fetched.started:
             module = one.call.module
-            assert isinstance(module, ShardedCollection)
+            assert isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
             if not isinstance(one.features, KeyedJaggedTensor) or not hasattr(one.step, "sent_ids"):
                 # a batch that is bad here: all ranks raise in its place
                 return
