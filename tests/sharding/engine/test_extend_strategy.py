@@ -30,7 +30,8 @@ def weighted_row_wise(name: str, rows: int, dim: int, ranks: Sequence[int], weig
 
 def generator_of(ranks: list[int], weights: list[float], reduction: str) -> Callable[..., ParameterSharding]:
     def generate(param: torch.nn.Parameter, *_: Any) -> ParameterSharding:
-        shards = weighted_row_wise("", *param.shape, ranks, weights)
+        rows, dim = param.shape
+        shards = weighted_row_wise("", rows, dim, ranks, weights)
         cuts = [ShardMetadata([s.rows[0], 0], [s.rows[1] - s.rows[0], s.cols[1]], f"rank:{s.rank}/cpu") for s in shards]
         return ParameterSharding("row_wise", "fused", ranks, EnumerableShardingSpec(cuts), reduction=reduction)
 
