@@ -299,9 +299,9 @@ class Recorded(Exchange):
         self._meeting, self.world_size, self.rank = meeting, len(meeting.ranks), meeting.ranks.index(rank)
         self.alone = self.world_size == 1
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, rank: int = 0, *, what: str = "first values") -> None:
         self.log.append(f"broadcast of {list(tensor.shape)}")
-        tensor.copy_(self._meeting.exchange(self.rank, tensor.clone())[0])
+        tensor.copy_(self._meeting.exchange(self.rank, tensor.clone())[rank])
 
     def all_to_all(
         self, send: Tensor, send_sizes: list[int] | None = None, sizes: list[int] | None = None, *, what: str
