@@ -81,6 +81,8 @@ class ExchangedLookup(torch.autograd.Function):
         replicated = collection.shards.look_up_replicated(step, dense=False) if wire.routes.replicas else {}
         output = wire.unpack_rows(step, received, replicated)
         exchange.buffers.recycle(received, output)
+        # what was received is the output, or is needed no more
+        del step.rows
         return output
 
     @staticmethod
@@ -120,6 +122,8 @@ class ExchangedLookup(torch.autograd.Function):
                 raise_after_backward(fault_error(exchange, fault, wire.routes, wire.codec_back, collection.device))
                 return None, None, None, *of_weights
             exchange.buffers.recycle(sent, received)
+            # the update may have its memory
+            del sent
             if weight_gradients and wire.routes.replicas:
                 of_weights[1:] = shards.replicated_weight_gradients(step, wire.by_lookup(step, grad), divisor)
             of_rows = shards.update(step, wire.unpack_gradients(step, received), weight_gradients=weight_gradients)
