@@ -279,13 +279,12 @@ class Segments(NamedTuple):
         counts = list(map(self.counts.__getitem__, order.numbers))
         return Segments(ids, weights[0] if weights else None, self.lengths.index_select(0, order.there), counts)
 
-    def part(self, first: int, last: int) -> Segments:
-        """Segments [first, last), as views."""
+    def part(self, first: int, last: int) -> tuple[Tensor, Tensor | None, Tensor, list[int]]:
+        """What `Segments` of [first, last) would hold, as views."""
         begin, counts = sum(self.counts[:first]), self.counts[first:last]
         ids = slice(begin, begin + sum(counts))
-        return Segments(
-            self.ids[ids], None if self.weights is None else self.weights[ids], self.lengths[first:last], counts
-        )
+        weights = None if self.weights is None else self.weights[ids]
+        return self.ids[ids], weights, self.lengths[first:last], counts
 
 
 @dataclass
@@ -390,7 +389,7 @@ def route(
         step.replicated.append(ReplicatedBatch(ids, complete_cumsum(lengths.flatten().long()), weights, counts))
         first += count
     if sending.replicated:
-        segments = segments.part(0, at)
+        segments = Segments(*segments.part(0, at))
     if divided is None and sending.cuts is not None:
         segments = _divide_cuts(step, routes, segments, lenient, sizes)
     step.sent_ids, step.sent_weights, step.sent_lengths, step.counts = segments
@@ -411,13 +410,17 @@ def _divide_cuts(step: Step, routes: Routes, segments: Segments, lenient: bool, 
     """Segments of whole lookups and of cuts, undivided, as those of the streams in their order."""
     sending = step.sending
     assert sending.cuts is not None
-    whole, cut = segments.part(0, sending.whole), segments.part(sending.whole, len(segments.counts))
-    step.division = division = divide(sending.cuts, cut.lengths, cut.ids, cut.weights, routes, lenient)
+    ids, weights, lengths, counts = segments
+    whole, end = sending.whole, sum(counts[: sending.whole])
+    of_cuts = None if weights is None else weights[end:]
+    step.division = division = divide(sending.cuts, lengths[whole:], ids[end:], of_cuts, routes, lenient)
     # host sync on CUDA: the sizes that leave
     division.sizes = division.sizes_there.tolist() if sizes is None else sizes
-    weights = [part for part in (whole.weights, division.weights) if part is not None]
+    if division.weights is not None:
+        assert weights is not None
+        weights = torch.cat([weights[:end], division.weights])
     divided = Segments(
-        torch.cat([whole.ids, division.ids]), torch.cat(weights) if weights else None,
-        torch.cat([whole.lengths, division.lengths]), [*whole.counts, *division.sizes],
+        torch.cat([ids[:end], division.ids]), weights, torch.cat([lengths[:whole], division.lengths]),
+        [*counts[:whole], *division.sizes],
     )  # fmt: skip
     return divided if sending.order is None else divided.picked(sending.order)
