@@ -119,7 +119,7 @@ BUDGETS = {
     "EBC step, weighted, SGD": Budget(partial(bag_step, optimizer=torch.optim.SGD, is_weighted=True), 1, 103),
     "EBC step, fp16, SGD": Budget(partial(bag_step, optimizer=torch.optim.SGD, data_type=DataType.FP16), 1, 100),
     "EC step, SGD": Budget(sequence_step, 1, 1107),
-    f"sharded EBC step, table-wise, {RANKS} ranks": Budget(sharded_step, RANKS, 158),
+    f"sharded EBC step, table-wise, {RANKS} ranks": Budget(sharded_step, RANKS, 127),
 }
 
 
