@@ -226,9 +226,11 @@ class GuardedIdCheck:
             self.raise_pending(waits=False)
             pending = self._take_spare()
         own = None if pending is None else pending.guard
-        # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same
+        # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same; on
+        # the CPU they raise here, and no later update is to be masked
+        step_guard = self.guard if ids.is_cuda else None
         guard = mark_bad_ids(
-            ids, offsets, self.features, self._names, mode, padded=padded, guard=own, step_guard=self.guard
+            ids, offsets, self.features, self._names, mode, padded=padded, guard=own, step_guard=step_guard
         )
         if guard is None:
             if ids.is_cuda and policy.gradient_check is GradientCheckMode.RAISE:
