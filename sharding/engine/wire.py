@@ -140,7 +140,7 @@ def unpack_ids(step: Step, data: Tensor | None) -> None:
 
 
 def unpack_weights(step: Step, data: Tensor) -> Tensor:
-    """Weights [M] that came by themselves, rank after rank, in the order of the ids that are here."""
+    """A number of each id that came, rank after rank, as its weight: [M], in the order of the ids that are here."""
     order = step.receiving.order
     if order is None:
         return data
@@ -521,12 +521,9 @@ def pack_weight_gradients(step: Step, gradients: Sequence[Tensor]) -> tuple[Tens
     """Gradients of the weights that came, of each group whose results went back, for the ranks that sent them."""
     came, at = sum(step.ids_from), torch.cat([*gradients, step.sent_lengths.new_empty(0, dtype=torch.float32)])
     places = torch.arange(came, device=at.device)
-    order = step.receiving.order
-    if order is not None and came:
+    if came:
         # where each id that is looked up lay among those that came, one rank after another
-        by_rank = zip(step.arrived_lengths, step.batches, strict=True)
-        sizes = torch.cat([lengths.view(step.receiving.streams, batch).sum(1) for lengths, batch in by_rank])
-        _, places, _ = permute_1d(order, sizes, places, permuted_lengths_sum=step.received_ids.shape[0])
+        places = unpack_weights(step, places)
     # an id that several column shards of this rank looked up has a gradient from each
     of_ids = at.new_zeros(came).index_put_((places[: at.shape[0]],), at, accumulate=True)
     blocks = of_ids.split_with_sizes(step.ids_from)
