@@ -51,6 +51,13 @@ class RowStore(Protocol):
     pipeline that prefetches resolves a batch while the one before still has its lease.
     """
 
+    def attach(self, group: TableGroup) -> None:
+        """The group whose rows these are, once their first weights lie in it; called once, before any batch.
+
+        `TableGroup.view` and `state_views` are where slots and their states lie, until tables are moved.
+        """
+        ...
+
     def resolve(self, ids: Tensor, offsets: Tensor, step: Tensor) -> tuple[Tensor, Any]:
         """Slots of ids [N] (offsets [F*B + 1], feature by feature) and the lease that holds them.
 
@@ -69,6 +76,9 @@ class RowStore(Protocol):
 
 class ResidentRows:
     """The store of tables that lie on the device as a whole: slot and row are the same number, for good."""
+
+    def attach(self, group: TableGroup) -> None:
+        """Nothing is brought from elsewhere."""
 
     def resolve(self, ids: Tensor, offsets: Tensor, step: Tensor) -> tuple[Tensor, None]:
         """The ids themselves."""

@@ -166,6 +166,8 @@ class LocalTables:
         for shard, group, number in self.homes:
             if shard.replica:
                 exchange.broadcast(group.view(number))
+        for group in self.all_groups():
+            group.store.attach(group)
         for table, mark in zip(self._routes.tables, marks, strict=True):
             if mark is not None:
                 mark_optimizer(self.parameters[table.name], *mark)

@@ -329,11 +329,19 @@ class PooledWire(Wire):
             return received.new_empty(batch, 0)
         first, *others = columns.layers
         pieces = [matrices[run.key][:, run.first : run.first + run.high - run.low] for run in first]
-        # a single piece is a view of what was received
-        output = pieces[0]
-        if len(pieces) > 1:
+        if len(pieces) == 1 and not others:
+            # a view of what was received
+            output = pieces[0]
+        else:
             output = in_huge_pages(torch.empty(batch, columns.starts[-1], device=received.device))
-            torch.cat(pieces, dim=1, out=output)
+            addend = others[0][0] if len(pieces) == 1 else None
+            if addend is not None and addend.high - addend.low == columns.starts[-1]:
+                # row-wise tables alone: in one pass, and what was received is free again
+                del others[0]
+                low, high = addend.first, addend.first + addend.high - addend.low
+                torch.add(pieces[0], matrices[addend.key][:, low:high], out=output)
+            else:
+                torch.cat(pieces, dim=1, out=output)
         for layer in others:
             for run in layer:
                 output[:, run.low : run.high] += matrices[run.key][:, run.first : run.first + run.high - run.low]

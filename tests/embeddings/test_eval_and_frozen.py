@@ -246,6 +246,9 @@ class Counted:
     def __init__(self) -> None:
         self.leases = 0
 
+    def attach(self, group: TableGroup) -> None:
+        pass
+
     def resolve(self, ids: Tensor, offsets: Tensor, step: Tensor) -> tuple[Tensor, None]:
         self.leases += 1
         return ids, None

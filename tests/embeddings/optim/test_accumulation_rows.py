@@ -272,6 +272,9 @@ class Leases:
     def __init__(self, rows: int) -> None:
         self.rows, self.out, self.made = rows, [], 0  # type: ignore[var-annotated]
 
+    def attach(self, group: TableGroup) -> None:
+        pass
+
     def resolve(self, ids: Tensor, offsets: Tensor, step: Tensor) -> tuple[Tensor, int]:
         self.made += 1
         self.out.append(self.made)

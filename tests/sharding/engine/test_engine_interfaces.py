@@ -58,6 +58,9 @@ class Shuffled:
         self.resolved = self.most = 0
         self.group: TableGroup | None = None
 
+    def attach(self, group: TableGroup) -> None:
+        pass
+
     @torch.no_grad()
     def shuffle(self, group: TableGroup | None, *, home: bool = False) -> None:
         """Bring rows and their states to other slots, or to those of their numbers."""

@@ -267,6 +267,9 @@ class Cache:
         self.log: list[str] = []
         self.loads = self.number = self.most = 0
 
+    def attach(self, group: TableGroup) -> None:
+        pass
+
     @torch.no_grad()
     def follow(self, group: TableGroup) -> None:
         """Serve a group: at first all of its rows are away."""
