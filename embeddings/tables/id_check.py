@@ -129,7 +129,8 @@ def mark_bad_ids(
 
     All collections decide here what a batch may be. Shapes and the guards as of `shardwise.kernels.check_ids`, but that
     by default a `guard` is made. None is returned where nothing is left to read. `IGNORE` speaks of ids: offsets out of
-    order are an error on the CPU, unless the call is `traced`, and are never followed outside the ids on CUDA.
+    order are an error on the CPU, unless the call is `traced`, and are never followed outside the ids on CUDA. A
+    `step_guard` is lowered on CUDA alone: on the CPU what is bad raises here, and masks no later update.
 
     Raises:
         IndexError, ValueError, TypeError: as `check_ids`.
@@ -143,8 +144,10 @@ def mark_bad_ids(
     elif ids_pass(ids, offsets, features, padded=padded):
         return None
     guard = new_guard(ids.device) if guard is None else guard
-    fatal = mode is BoundsCheckMode.FATAL
-    check_ids(ids, offsets, features, guard, names=names, fatal=fatal, padded=padded, step_guard=step_guard)
+    check_ids(
+        ids, offsets, features, guard, names=names, fatal=mode is BoundsCheckMode.FATAL, padded=padded,
+        step_guard=step_guard if ids.is_cuda else None,
+    )  # fmt: skip
     return guard if ids.is_cuda else None
 
 
@@ -226,11 +229,9 @@ class GuardedIdCheck:
             self.raise_pending(waits=False)
             pending = self._take_spare()
         own = None if pending is None else pending.guard
-        # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same; on
-        # the CPU they raise here, and no later update is to be masked
-        step_guard = self.guard if ids.is_cuda else None
+        # a bad id that only warns is left out by the update itself; bad offsets mask the update all the same
         guard = mark_bad_ids(
-            ids, offsets, self.features, self._names, mode, padded=padded, guard=own, step_guard=step_guard
+            ids, offsets, self.features, self._names, mode, padded=padded, guard=own, step_guard=self.guard
         )
         if guard is None:
             if ids.is_cuda and policy.gradient_check is GradientCheckMode.RAISE:

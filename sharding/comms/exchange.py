@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial, partialmethod
@@ -149,6 +149,28 @@ class Exchange:
 
     # the transpose of `rows`: gradients travel against the rows, from who received to who sent
     rows_transpose = partialmethod(rows, what="row gradients")
+
+    def pieces(
+        self,
+        pieces: Sequence[Sequence[Tensor]],
+        sizes: Sequence[list[int]],
+        device: torch.device,
+        *,
+        what: str = "rows",
+    ) -> list[Iterator[Tensor]]:
+        """Send each rank its `pieces` as fp32; from each rank come flat pieces of `sizes` numbers. Waits.
+
+        What a rank has for itself does not travel, and comes back as it is.
+        """
+        others = [[] if rank == self.rank else of_rank for rank, of_rank in enumerate(pieces)]
+        send_sizes = [sum(map(Tensor.numel, of_rank)) for of_rank in others]
+        numbers = [0 if rank == self.rank else sum(of_rank) for rank, of_rank in enumerate(sizes)]
+        flat = [torch.empty(0, device=device)] + [piece.float().flatten() for of_rank in others for piece in of_rank]
+        received = self.rows(torch.cat(flat), send_sizes, numbers, what=what).wait()
+        return [
+            iter(pieces[rank] if rank == self.rank else torch.split(block, sizes[rank]))
+            for rank, block in enumerate(torch.split(received, numbers))
+        ]
 
     def numbers(
         self, send: Tensor, send_sizes: Sequence[int] | None = None, sizes: Sequence[int] | None = None

@@ -21,7 +21,6 @@ from ..comms.agreement import Facts, agree
 from ..comms.exchange import Exchange
 from ..plan.plan import ParameterSharding, options_of, shards_of
 from .routes import Routes
-from .row_state import exchange_pieces
 from .state import Box, States, overlap
 from .tables import LocalTables, facts_of_replicas
 
@@ -224,7 +223,7 @@ def _carry(name: str, old: States, new: States, exchange: Exchange, device: torc
             sizes[move.source.rank] += [place.numel() for place in places]
             arriving += [(place, move) for place in places]
     travels = any(move.source.rank != move.target.rank for move in moves)
-    came = exchange_pieces(exchange.rows, rank, pieces, sizes, device) if travels else list(map(iter, pieces))
+    came = exchange.pieces(pieces, sizes, device) if travels else list(map(iter, pieces))
     # a mean is added up, share by share
     for place in [place for place, move in arriving if move.share != 1]:
         place.zero_()

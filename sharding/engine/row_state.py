@@ -7,7 +7,7 @@ keeps its columns: the numbers of the uncut table, bit for bit. U touched rows o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from shardwise.kernels import (
 )
 
 from ...planner.layout import Shard, Span
-from ..comms.exchange import Exchange, Pending
+from ..comms.exchange import Exchange
 from .routes import Group, Routes
 
 # rules whose norms are of the gradient alone: other columns of weights and states need not travel
@@ -94,35 +94,13 @@ class WholeRows:
                     pieces[rank] += given
                     sizes[rank] += [shape.numel() * _width(shard) for shard in shards if shard.rank == rank]
                 blocks.append((shards, owned, shape))
-        came = exchange_pieces(exchange.rows_transpose, exchange.rank, pieces, sizes, device)
+        came = exchange.pieces(pieces, sizes, device, what="row gradients")
         for shards, owned, shape in blocks:
             columns = [next(came[shard.rank]).view(*shape, _width(shard)) for shard in shards]
             if not owned[0].frozen:
                 _apply(torch.cat(columns, dim=2), owned)
         for group in {t.group for t in touched}:
             group.step += 1
-
-
-def exchange_pieces(
-    send: Callable[..., Pending],
-    own_rank: int,
-    pieces: Sequence[Sequence[Tensor]],
-    sizes: Sequence[list[int]],
-    device: torch.device,
-) -> list[Iterator[Tensor]]:
-    """Send each rank its `pieces`, as fp32, by `Exchange.rows` or its transpose.
-
-    From each rank come flat pieces of `sizes`; what a rank has for itself does not travel, and comes back as it is.
-    """
-    others = [[] if rank == own_rank else of_rank for rank, of_rank in enumerate(pieces)]
-    numbers = [0 if rank == own_rank else sum(of_rank) for rank, of_rank in enumerate(sizes)]
-    flat = [piece.float().flatten() for of_rank in others for piece in of_rank]
-    packed = torch.cat(flat) if flat else torch.empty(0, device=device)
-    received = send(packed, [sum(piece.numel() for piece in of_rank) for of_rank in others], numbers).wait()
-    return [
-        iter(pieces[rank] if rank == own_rank else torch.split(block, sizes[rank]))
-        for rank, block in enumerate(torch.split(received, numbers))
-    ]
 
 
 def touched_rows(group: TableGroup, part: Group, sums: Sequence[RowSums], frozen: Sequence[bool] = ()) -> list[Touched]:
