@@ -15,7 +15,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-FOLDERS = ("data", "embeddings", "inference", "jagged", "kernels", "models", "perf", "planner", "sharding")
+FOLDERS = ("data", "embeddings", "fbgemm", "inference", "jagged", "kernels", "models", "perf", "planner", "sharding")
 
 # rooms, whose commands say that they need a checkout, and what `pytest perf/` collects there
 LEFT_OUT = (

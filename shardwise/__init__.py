@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 # The sub-packages are folders beside this one, linked here.
-_SUB_PACKAGES = ("data", "embeddings", "inference", "jagged", "kernels", "models", "perf", "planner", "sharding")
+_SUB_PACKAGES = (
+    *("data", "embeddings", "fbgemm", "inference", "jagged", "kernels", "models", "perf"),
+    *("planner", "sharding"),
+)
 _HERE = _Path(__file__).parent
 _ROOT = _HERE.resolve().parent
 if not all((_HERE / name).is_dir() for name in _SUB_PACKAGES) and (_ROOT / "kernels" / "_op.py").is_file():

@@ -164,7 +164,7 @@ _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"
 __all__ = ["CUDA", "Counted", "launches", "use_fake_cuda"]
 
 _ROOT = Path(os.path.realpath(__file__)).parents[2]
-_FOLDERS = ("kernels", "jagged", "embeddings", "sharding", "models", "inference", "shardwise")
+_FOLDERS = ("kernels", "jagged", "embeddings", "fbgemm", "sharding", "models", "inference", "shardwise")
 
 
 @dataclass

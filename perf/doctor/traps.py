@@ -18,7 +18,10 @@ MIB, GIB = 1 << 20, 1 << 30
 SHARED_MEMORY = GIB
 # files that a process may have open: ranks, loaders and shards of a checkpoint take some each
 OPEN_FILES = 1024
-SUB_PACKAGES = ("data", "embeddings", "inference", "jagged", "kernels", "models", "perf", "planner", "sharding")
+SUB_PACKAGES = (
+    *("data", "embeddings", "fbgemm", "inference", "jagged", "kernels", "models", "perf"),
+    *("planner", "sharding"),
+)
 
 
 def traps(cores: int) -> Iterator[Finding]:

@@ -31,6 +31,7 @@ KNOWN = {
     "planner": ("compare_planner", ""),
     "planner_plans": ("compare_planner_plans", ""),
     "same_bits": ("same_bits.compare", ""),
+    "fbgemm_ops": ("fbgemm.ops", "docs/beside_fbgemm_ops.md"),
 }
 
 

@@ -31,7 +31,7 @@ from typing import Any
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 PRODUCT = (
-    *("kernels", "jagged", "embeddings", "planner", "sharding", "models", "data", "inference", "shardwise"),
+    *("kernels", "jagged", "embeddings", "fbgemm", "planner", "sharding", "models", "data", "inference", "shardwise"),
     "perf",
 )
 # what says that a defect is no program, rather than a wrong one

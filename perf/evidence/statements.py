@@ -24,7 +24,8 @@ from pathlib import Path
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 AREAS: dict[str, tuple[str, ...]] = {
     "product": (
-        *("kernels", "jagged", "embeddings", "planner", "sharding", "models", "data", "inference", "shardwise"),
+        *("kernels", "jagged", "embeddings", "fbgemm", "planner", "sharding", "models", "data"),
+        *("inference", "shardwise"),
         "setup.py",
     ),
     "perf": ("perf",),

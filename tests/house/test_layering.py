@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
-FOLDERS = ("kernels", "jagged", "embeddings", "planner", "sharding", "models", "data", "inference", "perf")
+FOLDERS = ("kernels", "jagged", "embeddings", "fbgemm", "planner", "sharding", "models", "data", "inference", "perf")
 # a file past 500 lines asks whether it is two things, past 800 it is
 MAX_LINES = 800
 # Python modules side by side in a folder
@@ -26,6 +26,7 @@ OURS: dict[str, set[str]] = {
     "kernels": set(),
     "jagged": {"kernels"},
     "embeddings": {"jagged", "kernels"},
+    "fbgemm": {"embeddings", "jagged", "kernels"},
     "planner": {"embeddings.config"},
     # of the planner the plain data about where tables go; its planning and `DistributedModelParallel` ask the planner
     "sharding": {"embeddings", "jagged", "kernels", "planner.layout"},
@@ -40,12 +41,16 @@ THEIRS: dict[str, set[str]] = {
     "kernels": {"torch", "triton", "numba"},
     "jagged": {"torch"},
     "embeddings": {"torch"},
+    "fbgemm": {"torch"},
     "planner": {"numpy", "scipy", "tqdm"},
     "sharding": {"torch", "safetensors", "numpy", "tqdm"},
     "models": {"torch", "torchmetrics"},
     "data": {"torch", "numpy", "pyarrow", "tqdm"},
     "inference": {"torch", "numpy", "safetensors"},
-    "perf": {"torch", "triton", "numba", "numpy", "scipy", "tqdm", "click", "rich", "pytest", "fbgemm_gpu", "torchrec"},
+    "perf": {
+        *("torch", "triton", "numba", "numpy", "scipy", "tqdm", "click", "rich", "pytest", "safetensors"),
+        *("fbgemm_gpu", "torchrec"),
+    },
     "shardwise": {"torch", "click", "rich", "tqdm", "libcst"},
 }
 COLLECTIVES = {
@@ -75,6 +80,7 @@ ROOMS: dict[str, set[str]] = {
     "perf/counts": {"perf/suite"},
     "perf/doctor": {"perf/selftest", "perf/suite"},
     "perf/evidence": {"perf/counts", "perf/suite", "perf/suite/cases", "perf/suite/operations"},
+    "perf/evidence/fbgemm": {"perf/evidence", "perf/suite"},
     "perf/evidence/same_bits": {"perf/counts", "perf/evidence", "perf/suite"},
     "perf/gpu/cases": {"perf/gpu", "perf/selftest", "perf/suite"},
     "perf/gpu_scripts": {"perf/counts", "perf/suite", "perf/suite/cases", "perf/suite/operations", "perf/tune"},

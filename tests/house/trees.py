@@ -14,7 +14,7 @@ from typing import Any
 
 from checkout import ROOT
 
-FOLDERS = ("data", "embeddings", "inference", "jagged", "kernels", "models", "perf", "planner", "sharding")
+FOLDERS = ("data", "embeddings", "fbgemm", "inference", "jagged", "kernels", "models", "perf", "planner", "sharding")
 # how the links arrive: git; git with core.symlinks=false and most unpackers of zip files; archives that drop them
 LINKS = ("links", "text", "missing")
 # nothing that git would not archive

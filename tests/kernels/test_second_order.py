@@ -366,7 +366,7 @@ def test_every_op_is_listed() -> None:
 
 
 def test_every_function_of_autograd_is_listed() -> None:
-    for package in ("kernels", "jagged", "embeddings", "sharding", "inference", "models"):
+    for package in ("kernels", "jagged", "embeddings", "fbgemm", "sharding", "inference", "models"):
         path = importlib.import_module(f"shardwise.{package}").__path__
         for module in pkgutil.walk_packages(path, f"shardwise.{package}."):
             importlib.import_module(module.name)

@@ -1,0 +1,86 @@
+"""Sums of all before, places within bags, sums of bags.
+
+Shapes: lengths [B], offsets [B + 1] of bags in N values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from .registry import op
+
+
+@op("asynchronous_complete_cumsum(Tensor t_in) -> Tensor")
+def asynchronous_complete_cumsum(t_in: Tensor) -> Tensor:
+    """Offsets [B + 1] of lengths [B], or [K, B + 1] of [K, B]."""
+    if t_in.dim() not in (1, 2):
+        raise ValueError(f"t_in must have 1 or 2 dimensions, got shape {list(t_in.shape)}")
+    return kernels.complete_cumsum(t_in)
+
+
+@op("asynchronous_batched_complete_cumsum(Tensor values) -> Tensor")
+def asynchronous_batched_complete_cumsum(values: Tensor) -> Tensor:
+    """Offsets [K, B + 1] of lengths [K, B]."""
+    if values.dim() != 2:
+        raise ValueError(f"values must have 2 dimensions, got shape {list(values.shape)}")
+    return kernels.complete_cumsum(values)
+
+
+@op("asynchronous_inclusive_cumsum(Tensor t_in) -> Tensor")
+def asynchronous_inclusive_cumsum(t_in: Tensor) -> Tensor:
+    """Each number plus all before it, in the order of memory; the shape of `t_in`."""
+    return t_in.reshape(-1).cumsum(0, dtype=t_in.dtype).view(t_in.shape)
+
+
+@op("asynchronous_exclusive_cumsum(Tensor t_in) -> Tensor")
+def asynchronous_exclusive_cumsum(t_in: Tensor) -> Tensor:
+    """All numbers before each, in the order of memory; the shape of `t_in`."""
+    return kernels.complete_cumsum(t_in.reshape(-1))[:-1].view(t_in.shape)
+
+
+@op("offsets_range(Tensor offsets, SymInt range_size) -> Tensor")
+def offsets_range(offsets: Tensor, range_size: int) -> Tensor:
+    """The place of each of `range_size` values in its bag."""
+    return kernels.offsets_range(offsets, range_size)
+
+
+@op("segment_sum_csr(SymInt batch_size, Tensor csr_seg, Tensor values) -> Tensor", differentiable=True)
+def segment_sum_csr(batch_size: int, csr_seg: Tensor, values: Tensor) -> Tensor:
+    """Sums of segments of `values`, whose offsets are counted in `batch_size` values."""
+    return kernels.segment_sum(csr_seg, values, batch_size=batch_size)
+
+
+def _lengths_range_fake(t_in: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    if shape is not None:
+        return t_in.new_empty(_numel(shape))
+    return t_in.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
+@op("lengths_range(Tensor t_in, SymInt[]? shape=None) -> Tensor", fake=_lengths_range_fake)
+def lengths_range(t_in: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """0, 1, ... within each bag of these lengths; `shape`, whose product is their sum, saves a wait for the device."""
+    offsets = kernels.complete_cumsum(t_in)
+    if shape is None:
+        # the sizes of outputs are known on the host alone
+        return kernels.offsets_range(offsets, int(offsets[-1]))
+    return kernels.offsets_range(offsets, _numel(shape))
+
+
+@op(
+    "repeat_arange(Tensor lengths) -> Tensor",
+    fake=lambda lengths: lengths.new_empty(torch.library.get_ctx().new_dynamic_size()),
+)
+def repeat_arange(lengths: Tensor) -> Tensor:
+    """0, 1, ... within each bag of these lengths."""
+    return lengths_range(lengths)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    size = 1
+    for each in shape:
+        size *= each
+    return size
