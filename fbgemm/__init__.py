@@ -1,16 +1,19 @@
 """FBGEMM's ops by name: `torch.ops.fbgemm.*` with upstream's schemas, each a few lines over `shardwise.kernels`.
 
-`register_ops()` registers them where FBGEMM is not installed; `shardwise.torchrec.install()` sees to that. `OPS` is the
-table of names. A file of this folder holds a family of ops; registry.py says what an op is.
+Importing this package registers them where FBGEMM is not installed, as importing `fbgemm_gpu` would; where it is, its
+own are loaded. `shardwise.torchrec.install()` sees to that when a program needs one. `OPS` is the table of names. A
+file of this folder holds a family of ops; registry.py says what an op is.
 """
 
 if __name__ == "fbgemm":
     raise ImportError("import shardwise.fbgemm: 'fbgemm' alone would be a second copy of it")
 
 from . import cumsum as _cumsum
-from .registry import OPS, Op, register_ops, registered_ops
+from .registry import OPS, Op, load_ops, register_ops, registered_ops
 
-__all__ = ["OPS", "Op", "register_ops", "registered_ops"]
+__all__ = ["OPS", "Op", "load_ops", "register_ops", "registered_ops"]
 
 # imported for the ops that they define
 del _cumsum
+
+load_ops()

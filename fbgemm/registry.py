@@ -7,8 +7,15 @@ calls are its own.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +23,7 @@ from torch import Tensor
 
 from ..kernels._op import on_own_device
 
-__all__ = ["OPS", "Op", "op", "register_ops", "registered_ops"]
+__all__ = ["OPS", "Op", "installed_fbgemm", "load_ops", "op", "register_ops", "registered_ops"]
 
 NAMESPACE = "fbgemm"
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -39,6 +46,8 @@ class Op:
 
 # name -> op: all that this library serves
 OPS: dict[str, Op] = {}
+# modules named fbgemm_gpu and torchrec for child processes of programs that run under the alias
+_STAND_INS = Path(str(sys.modules[__name__.partition(".")[0]].__file__)).parent.resolve() / "served"
 _libraries: list[torch.library.Library] = []
 _registered: dict[str, Op] = {}
 
@@ -67,11 +76,37 @@ def op(
     return define
 
 
+def load_ops() -> list[str]:
+    """Have `torch.ops.fbgemm.*`: FBGEMM's own where it is installed, else ours. Gives the names of ours, if any.
+
+    An FBGEMM that cannot be loaded (it is built for one torch release) is named in a RuntimeWarning, and ours are
+    registered where it has left none.
+    """
+    real = installed_fbgemm()
+    if real is not None:
+        try:
+            import_module("fbgemm_gpu")
+        except Exception as error:
+            warnings.warn(
+                f"fbgemm_gpu at {real.origin} cannot be loaded ({type(error).__name__}: {error}): ops of"
+                " torch.ops.fbgemm that it has not registered are shardwise's",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return register_ops()
+    return register_ops() if real is None else []
+
+
+def installed_fbgemm() -> ModuleSpec | None:
+    """Where FBGEMM's own `fbgemm_gpu` is, if it is installed; loaded or not."""
+    return PathFinder.find_spec("fbgemm_gpu", [place for place in sys.path if Path(place).resolve() != _STAND_INS])
+
+
 def register_ops() -> list[str]:
     """Register as `torch.ops.fbgemm.*` the ops of `OPS` that nobody has registered; gives their names.
 
-    A second call registers what `OPS` has gained since. Ops stay until the process ends: the real FBGEMM cannot be
-    loaded beside them, and `shardwise.torchrec` says so to whoever imports it.
+    Ops stay until the process ends. FBGEMM's own cannot be loaded beside them: its import raises ImportError from then
+    on, which says so.
     """
     missing = [each for name, each in OPS.items() if not _exists(name)]
     if not missing:
@@ -82,7 +117,27 @@ def register_ops() -> list[str]:
     for each in missing:
         _register(library, each)
         _registered[each.name] = each
+    if not any(isinstance(finder, _Refusal) for finder in sys.meta_path):
+        place = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
+        sys.meta_path.insert(place, _Refusal())
     return [each.name for each in missing]
+
+
+class _Refusal(MetaPathFinder):
+    """Refuses to import FBGEMM's own once its ops are ours: torch would say that one of them is defined twice."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """None of what is not FBGEMM's; raises ImportError of what is."""
+        if fullname == "fbgemm_gpu" and (real := installed_fbgemm()) is not None:
+            raise ImportError(
+                f"fbgemm_gpu at {real.origin} cannot be loaded any more: shardwise has registered {len(_registered)}"
+                " ops of torch.ops.fbgemm in this process, as it was not installed then. Import it before"
+                " shardwise.torchrec.install() and shardwise.fbgemm; they use it where it is",
+                name=fullname,
+            )
+        return None
 
 
 def registered_ops() -> list[str]:

@@ -20,7 +20,7 @@ import libcst as cst
 import libcst.matchers as match
 from libcst.metadata import CodeSpan
 
-from .names import MIRROR, finding, home_of, is_module, mirrored
+from .names import finding, home_of, is_module, mirrored
 
 __all__ = ["Alias", "Edit", "aliases_of", "dotted", "rewrites"]
 
@@ -245,10 +245,11 @@ class _Rewriting:
         aliases = [*aliases_of(statement)]
         if isinstance(statement, cst.Import):
             for alias in aliases:
-                if alias.node is not None and alias.module.split(".")[0] == "torchrec":
+                root = alias.module.split(".")[0]
+                if alias.node is not None and root in ("torchrec", "fbgemm_gpu"):
                     # what is bound without `as` is the root, and the rest is found by attribute
                     whole = alias.node.asname is not None or not is_module(alias.module)
-                    written = mirrored(alias.module) if whole else f"{MIRROR} as torchrec"
+                    written = mirrored(alias.module) if whole else f"{mirrored(root)} as {root}"
                     self.edits.append((*self._span(alias.node.name), written))
         elif aliases and aliases[0].node is not None and statement.module is not None:
             # TorchRec's own path serves all that we have of it
@@ -298,7 +299,7 @@ def _part(alias: Alias) -> _Part:
     # `import torchrec.distributed` binds torchrec, whatever it names
     if alias.node.asname or not foreign:
         return _Part(f"{mirrored(alias.module)} as {binds}", "", binds)
-    return _Part(f"{MIRROR} as {binds}", "", binds)
+    return _Part(f"{mirrored(binds)} as {binds}", "", binds)
 
 
 def _binds(alias: Alias) -> str:

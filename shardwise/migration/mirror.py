@@ -12,8 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from .._version import __version__
+from .fbgemm_names import FBGEMM
 from .hints import advice
-from .torchrec_names import FBGEMM, TABLE
+from .torchrec_names import TABLE
 
 # what `torchrec.__version__` says: the version whose names these are, and whose code it is
 SERVED_VERSION = f"1.8.0+shardwise.{__version__}"
@@ -30,8 +31,9 @@ MODULES = {".".join(path.split(".")[:end]) for path in _NAMES for end in range(1
 def install() -> None:
     """Serve `import torchrec` and everything below it from shardwise, for this process.
 
-    `fbgemm_gpu` too, as far as TorchRec's programs name it (`EmbOptimType` and the like), unless the real one is here.
-    An op that nobody registered as `torch.ops.fbgemm.X` raises AttributeError with what to use.
+    `fbgemm_gpu` too, unless the real one is here: its classes and types, and its ops as `torch.ops.fbgemm.X`
+    (`shardwise.fbgemm`), from the first import of either or the first use of an op on. Where the real one is here, its
+    own ops are loaded then. An op that is neither's raises AttributeError with what to use.
 
     Raises:
         ImportError: the real TorchRec has been imported: half a program would keep its classes.
@@ -59,12 +61,15 @@ def uninstall() -> None:
 
 
 def hint_at_ops() -> None:
-    """Have `torch.ops.fbgemm.X` raise AttributeError with what to use; ops that are registered are found first."""
+    """Have `torch.ops.fbgemm.X` load FBGEMM's ops, its own or ours, where X is not registered yet.
+
+    X that is none of them raises AttributeError with what to use.
+    """
     import torch
     from torch._ops import _OpNamespace
 
     class Hinting(_OpNamespace):
-        """torch's namespace of the ops of FBGEMM, with our words for those that are not registered."""
+        """torch's namespace of the ops of FBGEMM, which loads them at need, with our words for those that are none."""
 
         # torch names the ops after the module of this class
         __module__ = _OpNamespace.__module__
@@ -72,9 +77,13 @@ def hint_at_ops() -> None:
         def __getattr__(self, op_name: str) -> Any:
             try:
                 return super().__getattr__(op_name)
-            except AttributeError as error:
+            except AttributeError:
                 if op_name.startswith("__"):
                     raise
+            import_module("shardwise.fbgemm")
+            try:
+                return super().__getattr__(op_name)
+            except AttributeError as error:
                 raise AttributeError(advice(f"torch.ops.fbgemm.{op_name}")) from error
 
     torch.ops.fbgemm.__class__ = Hinting
@@ -169,7 +178,9 @@ class Finder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run: names are looked up at first use."""
+        """Names are looked up at first use; ops of FBGEMM are there once either root is, as its own would be."""
+        if module.__name__ in ("torchrec", "fbgemm_gpu"):
+            import_module("shardwise.fbgemm")
 
     def _original_name(self, fullname: str) -> str | None:
         for root, original in self.roots.items():

@@ -14,12 +14,12 @@ from typing import Literal, TypeAlias
 import shardwise
 
 from .differences import Difference, Word, differences_of
+from .fbgemm_names import FBGEMM, FBGEMM_OPS
 from .hints import advice
 from .mirror import MODULES, OWN_NAMES
-from .torchrec_names import FBGEMM, TABLE
+from .torchrec_names import TABLE
 
 __all__ = [
-    "MIRROR",
     "Finding",
     "Status",
     "finding",
@@ -31,9 +31,9 @@ __all__ = [
 
 # ours is there and behaves the same, behaves otherwise, or is not there
 Status: TypeAlias = Literal["works", "differs", "missing"]
-MIRROR = "shardwise.torchrec"
 # where TorchRec's names and FBGEMM's begin
 _ROOTS = ("torchrec", "fbgemm_gpu", "torch.ops.fbgemm")
+OPS_ROOT = "torch.ops.fbgemm."
 _NAMES = {**TABLE, **FBGEMM}
 
 
@@ -57,6 +57,9 @@ class Finding:
 def finding(name: str) -> Finding:
     """What we have of TorchRec's `name`."""
     module, _, last = name.rpartition(".")
+    if name.startswith(OPS_ROOT) and (op := name.split(".")[3]) in FBGEMM_OPS:
+        rows = differences_of(op)
+        return Finding(name, "differs" if rows else "works", ours=f"{OPS_ROOT}{op}", differences=rows)
     if last not in _NAMES.get(module, {}):
         if not is_module(name):
             return Finding(name, "missing", hint=advice(name).partition("; ")[2])
@@ -85,9 +88,9 @@ def name_at(module: str, rest: Sequence[str]) -> str | None:
     """
     parts = [*module.split("."), *rest]
     end = module.count(".") + 1
-    if parts[:2] == MIRROR.split("."):
+    if parts[0] == "shardwise" and parts[1:2] in (["torchrec"], ["fbgemm_gpu"]):
         parts, end = parts[1:], max(end - 1, 1)
-        if parts[1:] and parts[1] in OWN_NAMES:
+        if parts[0] == "torchrec" and parts[1:] and parts[1] in OWN_NAMES:
             return None
     if not any(f"{'.'.join(parts)}.".startswith(f"{root}.") for root in _ROOTS):
         return None
@@ -113,13 +116,13 @@ def home_of(module: str, name: str) -> str:
     if _in_facade(module, name):
         return "shardwise"
     home, _, attribute = _NAMES[module][name].partition(":")
-    # FBGEMM's modules are not served below `shardwise`
     return home if module in FBGEMM and attribute == name else mirrored(module)
 
 
 def mirrored(module: str) -> str:
     """Where a module is served with every name that we have of it; other libraries' modules stay where they are."""
-    return f"shardwise.{module}" if module.split(".")[0] == "torchrec" else module
+    root = module.split(".")[0]
+    return f"shardwise.{module}" if root == "torchrec" or (root == "fbgemm_gpu" and is_module(module)) else module
 
 
 def _in_facade(module: str, name: str) -> bool:

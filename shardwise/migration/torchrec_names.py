@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["FBGEMM", "TABLE"]
+__all__ = ["TABLE", "table"]
 
 # our module, or the module of TorchRec that defines the names: `theirs=ours` where ours has another
 NAMES: Mapping[str, Mapping[str, str]] = {
@@ -532,34 +532,14 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-# of FBGEMM what TorchRec's programs import, for machines without it
-FBGEMM_NAMES: Mapping[str, Mapping[str, str]] = {
-    "fbgemm_gpu.split_embedding_configs": {
-        "shardwise.embeddings.optim.fbgemm_types": "EmbOptimType SparseType",
-    },
-    "fbgemm_gpu.split_table_batched_embeddings_ops_common": {
-        "shardwise.embeddings.optim.fbgemm_types": (
-            "CacheAlgorithm EmbeddingLocation MultiPassPrefetchConfig PoolingMode"
-        ),
-        "shardwise.kernels.lookup.bounds": "BoundsCheckMode",
-    },
-    "fbgemm_gpu.split_table_batched_embeddings_ops_training": {
-        "fbgemm_gpu.split_embedding_configs": "SparseType OptimType=EmbOptimType",
-        "fbgemm_gpu.split_table_batched_embeddings_ops_common": (
-            "BoundsCheckMode CacheAlgorithm EmbeddingLocation MultiPassPrefetchConfig PoolingMode"
-        ),
-        "shardwise.embeddings": "WeightDecayMode",
-    },
-}
 
-
-def _table(names: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+def table(names: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
     """`names` with one entry a name, and each pointer to another module of TorchRec followed."""
-    table: dict[str, dict[str, str]] = {}
+    resolved_names: dict[str, dict[str, str]] = {}
 
     def entries(path: str) -> dict[str, str]:
-        if path not in table:
-            resolved = table[path] = {}
+        if path not in resolved_names:
+            resolved = resolved_names[path] = {}
             for source, group in names[path].items():
                 for torchrec_name, _, shardwise_name in (entry.partition("=") for entry in group.split()):
                     passed_on = source in names
@@ -568,11 +548,10 @@ def _table(names: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
                         if passed_on
                         else f"{source}:{shardwise_name or torchrec_name}"
                     )
-        return table[path]
+        return resolved_names[path]
 
     return {path: entries(path) for path in names}
 
 
 # TorchRec's module -> its name -> where ours is, as module:name
-TABLE: Mapping[str, Mapping[str, str]] = _table(NAMES)
-FBGEMM: Mapping[str, Mapping[str, str]] = _table(FBGEMM_NAMES)
+TABLE: Mapping[str, Mapping[str, str]] = table(NAMES)

@@ -11,13 +11,14 @@ from checkout import ROOT
 
 import shardwise
 from shardwise.migration.differences import WORDS, differences
+from shardwise.migration.fbgemm_names import FBGEMM
 from shardwise.migration.names import (
     _in_facade,
     finding,
     home_of,
     name_at,
 )
-from shardwise.migration.torchrec_names import FBGEMM, TABLE
+from shardwise.migration.torchrec_names import TABLE
 
 PAGE = ROOT / "docs" / "differences.md"
 printed = run_path(str(PAGE.with_suffix(".py")))["printed"]
@@ -123,9 +124,7 @@ def test_a_name_that_differs_is_linked_to_its_rows() -> None:
         ("torchrec.distributed.planner.EmbeddingBagConfig", "torchrec.EmbeddingBagConfig"),
         ("torchrec.metrics.throughput.ThroughputMetric", "torchmetrics"),
         ("torchrec.modules.zzz.Quux", ""),
-        # FBGEMM's modules are not served, only names of them
-        ("fbgemm_gpu", "by name"),
-        ("fbgemm_gpu.split_embedding_configs", "by name"),
+        ("fbgemm_gpu.split_embedding_configs.Quux", "are torch.ops.fbgemm"),
     ],
 )
 def test_a_name_that_we_lack_is_said_with_what_is_near(name: str, hint: str) -> None:

@@ -131,9 +131,10 @@ REWRITTEN = {
         "from shardwise.embeddings.optim.fbgemm_types import EmbOptimType as E"
     ),
     "from fbgemm_gpu.split_embedding_configs import EmbOptimType, mystery": (
-        "from fbgemm_gpu.split_embedding_configs import mystery\n"
-        "from shardwise.embeddings.optim.fbgemm_types import EmbOptimType"
+        "from shardwise.embeddings.optim.fbgemm_types import EmbOptimType\n"
+        "from shardwise.fbgemm_gpu.split_embedding_configs import mystery"
     ),
+    "import fbgemm_gpu  # noqa": "import shardwise.fbgemm_gpu as fbgemm_gpu  # noqa",
     # left alone
     "from torchrec.optim import *": "from torchrec.optim import *",
     "from fbgemm_gpu.mystery import Thing": "from fbgemm_gpu.mystery import Thing",

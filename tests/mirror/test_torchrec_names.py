@@ -195,7 +195,7 @@ assert types.CacheAlgorithm is CacheAlgorithm and types.BoundsCheckMode is Bound
 try:
     import fbgemm_gpu.tbe.ssd
 except ModuleNotFoundError as error:
-    assert "no counterpart of fbgemm_gpu.tbe; kernels are ops of torch.ops.shardwise" in str(error), error
+    assert "no counterpart of fbgemm_gpu.tbe; ops are torch.ops.fbgemm.* after import" in str(error), error
 else:
     raise SystemExit("served what we lack")
 """,

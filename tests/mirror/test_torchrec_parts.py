@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkout import SHARED
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed._shard.sharding_spec import ShardMetadata
@@ -54,7 +53,8 @@ from shardwise.embeddings.optim.fbgemm_types import (
 )
 from shardwise.embeddings.tables.table_layout import TableBatchedEmbeddingSlice, weights_bytes_in_emb_kernel
 from shardwise.inference.quantize import quantize_inference_model
-from shardwise.migration.hints import OPS, advice, op_hint
+from shardwise.migration.fbgemm_names import FBGEMM_OPS
+from shardwise.migration.hints import OPS, advice
 from shardwise.migration.mirror import hint_at_ops, leave_ops_alone
 from shardwise.migration.names import finding
 from shardwise.planner.torchrec.enumerators import EmbeddingEnumerator
@@ -337,10 +337,6 @@ def test_a_sharder_says_its_module_type_by_subscript() -> None:
     assert ModuleSharder[nn.Module] is not None
 
 
-# FBGEMM's ops for users, where a checkout has the list beside it
-REFERENCE = SHARED / "reference" / "fbgemm_ops.md"
-
-
 @pytest.fixture
 def hinting() -> Iterator[None]:
     hint_at_ops()
@@ -351,11 +347,11 @@ def hinting() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("op", "alternative"),
     [
-        ("permute_2D_sparse_data", "shardwise.kernels.permute_2d"),
-        ("permute_2D_sparse_data_input1D", "shardwise.kernels.permute_2d"),
-        ("asynchronous_complete_cumsum", "shardwise.kernels.complete_cumsum"),
+        ("get_unique_indices_with_inverse", "shardwise.kernels.unique_ids"),
+        ("jagged_softmax_backward", "torch.ops.fbgemm.jagged_softmax"),
         ("split_embedding_codegen_lookup_sgd_function", "EmbeddingBagCollection with apply_optimizer_in_backward"),
-        ("FloatToFused8BitRowwiseQuantized", "quantize_rows and dequantize_rows"),
+        ("new_unified_tensor", "host memory, caches and SSD are not served"),
+        ("quantize_mx_cuda", "shardwise.QCommsConfig"),
         ("mystery", "nothing of ours does the same; ops of ours are functions of shardwise.kernels"),
     ],
 )
@@ -372,21 +368,21 @@ def test_an_op_that_nobody_registered_says_what_to_use(hinting: None, op: str, a
 
 
 def test_an_op_that_is_registered_wins(hinting: None) -> None:
-    library = torch.library.Library("fbgemm", "DEF")
-    library.define("jagged_softmax(Tensor values) -> Tensor")
-    library.impl("jagged_softmax", lambda values: values * 2, "CompositeImplicitAutograd")
+    library = torch.library.Library("fbgemm", "FRAGMENT")
+    library.define("hyperbolic_tables(Tensor values) -> Tensor")
+    library.impl("hyperbolic_tables", lambda values: values * 2, "CompositeImplicitAutograd")
     two = torch.tensor([2.0])
-    assert torch.ops.fbgemm.jagged_softmax(two).item() == 4
-    assert torch.ops.fbgemm.jagged_softmax.default(two).item() == 4
-    assert torch.ops.fbgemm.jagged_softmax.__module__ == torch.ops.aten.add.__module__.replace("aten", "fbgemm")
+    assert torch.ops.fbgemm.hyperbolic_tables(two).item() == 4
+    assert torch.ops.fbgemm.hyperbolic_tables.default(two).item() == 4
+    assert torch.ops.fbgemm.hyperbolic_tables.__module__ == torch.ops.aten.add.__module__.replace("aten", "fbgemm")
 
     def traced(values: torch.Tensor) -> torch.Tensor:
-        return torch.ops.fbgemm.jagged_softmax(values) + 1
+        return torch.ops.fbgemm.hyperbolic_tables(values) + 1
 
     assert torch.compile(traced, backend="eager", fullgraph=True)(two).item() == 5
     assert torch.fx.symbolic_trace(traced)(two).item() == 5
     leave_ops_alone()
-    assert torch.ops.fbgemm.jagged_softmax(two).item() == 4
+    assert torch.ops.fbgemm.hyperbolic_tables(two).item() == 4
     with pytest.raises(AttributeError, match="object has no attribute 'mystery'"):
         torch.ops.fbgemm.mystery  # noqa: B018
 
@@ -402,13 +398,15 @@ def test_what_is_hinted_at_is_there(alternative: str) -> None:
         assert hasattr(import_module(home), last), f"{home} has no {last}"
 
 
-@pytest.mark.skipif(not REFERENCE.is_file(), reason="the list of FBGEMM's ops is not here")
-def test_every_op_that_is_named_is_one_of_fbgemm() -> None:
-    known = set(re.findall(r"^fbgemm::(\w+)", REFERENCE.read_text(), re.MULTILINE))
-    exact = {op for ops in OPS.values() for op in ops.split() if not op.endswith("*")}
-    assert exact <= known
-    # of the others we have nothing, and say so
-    assert 60 < sum("nothing of ours" not in op_hint(op) for op in known) < len(known)
+def test_ops_that_are_hinted_at_are_not_served() -> None:
+    assert not {op for ops in OPS.values() for op in ops.split()} & FBGEMM_OPS
+
+
+def test_names_of_served_ops_are_those_of_the_table() -> None:
+    """`shardwise migrate` reads them without torch."""
+    from shardwise.fbgemm import OPS as SERVED
+
+    assert set(SERVED) <= FBGEMM_OPS
 
 
 def test_install_hints_and_uninstall_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,12 +414,12 @@ def test_install_hints_and_uninstall_does_not(monkeypatch: pytest.MonkeyPatch) -
 
     try:
         shardwise.torchrec.install()
-        with pytest.raises(AttributeError, match="use shardwise.kernels.invert_permute"):
-            torch.ops.fbgemm.invert_permute  # noqa: B018
+        with pytest.raises(AttributeError, match="use shardwise.kernels.unique_ids"):
+            torch.ops.fbgemm.get_unique_indices  # noqa: B018
     finally:
         shardwise.torchrec.uninstall()
-    with pytest.raises(AttributeError, match="object has no attribute 'invert_permute'"):
-        torch.ops.fbgemm.invert_permute  # noqa: B018
+    with pytest.raises(AttributeError, match="object has no attribute 'get_unique_indices'"):
+        torch.ops.fbgemm.get_unique_indices  # noqa: B018
     assert advice("torch.ops.fbgemm").startswith("shardwise has no counterpart of torch.ops.fbgemm")
 
 
