@@ -50,19 +50,23 @@ def routes_of(places: Iterable[str], **more: Any) -> Routes:
     return plan_routes(tables, shards, WORLD, **more)
 
 
-def same(one: Step, other: Step, routes: Routes) -> None:
+def same(first_step: Step, second_step: Step, routes: Routes) -> None:
     """What leaves, what is looked up here, and how results find their ids."""
-    assert one.counts == other.counts and one.ids_to_groups == other.ids_to_groups and one.batch == other.batch
-    for block, another in zip(blocks_of(one), blocks_of(other), strict=True):
-        assert block.tolist() == another.tolist()
-    assert len(one.replicated) == len(other.replicated)
-    for batch, other_batch in zip(one.replicated, other.replicated, strict=True):
+    assert (
+        first_step.counts == second_step.counts
+        and first_step.ids_to_groups == second_step.ids_to_groups
+        and first_step.batch == second_step.batch
+    )
+    for block, other_block in zip(blocks_of(first_step), blocks_of(second_step), strict=True):
+        assert block.tolist() == other_block.tolist()
+    assert len(first_step.replicated) == len(second_step.replicated)
+    for batch, other_batch in zip(first_step.replicated, second_step.replicated, strict=True):
         assert batch.sizes == other_batch.sizes
         assert torch.equal(batch.ids, other_batch.ids) and torch.equal(batch.offsets, other_batch.offsets)
         assert (batch.weights is None) == (other_batch.weights is None)
         if batch.weights is not None and other_batch.weights is not None:
             assert torch.equal(batch.weights, other_batch.weights)
-    first, second = one.division, other.division
+    first, second = first_step.division, second_step.division
     for cut in range(len(routes.cuts)):
         assert first is not None and second is not None
         assert first.counts_of_cut(cut) == second.counts_of_cut(cut)
@@ -117,13 +121,13 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs t
 @needs_triton
 def test_numbers_of_bags_are_found_by_lengths_that_fit_nothing() -> None:
     """They are looked at later; repeat_interleave would stop the device."""
-    with use_fake_cuda(seen := Counted()):
+    with use_fake_cuda(counts := Counted()):
         ids, numbers = torch.zeros(4).to(CUDA), torch.tensor([5, 6]).to(CUDA)
-        seen.clear()
+        counts.clear()
         for lengths in ([1, 3], [9, -7], [-1, 2], [0, 0]):
             # a place outside would raise here
-            found = _of_bags(numbers, torch.tensor(lengths).to(CUDA, non_blocking=True), ids)
-            assert found.shape == (4,) and not seen.syncs
+            per_id = _of_bags(numbers, torch.tensor(lengths).to(CUDA, non_blocking=True), ids)
+            assert per_id.shape == (4,) and not counts.syncs
         assert _of_bags(numbers, torch.tensor([1, 3]).to(CUDA), ids).cpu().tolist() == [5, 6, 6, 6]
 
 
@@ -162,23 +166,25 @@ def trained(mix: Mix, dedup: bool, device: torch.device) -> list[Tensor]:
     """
     model = shard(mix, build(mix, "sgd"), environment(), device, dedup=dedup)
     batches = [
-        (dressed(kjt, dist.get_rank(), padded=False).to(device), [given.to(device) for given in upstream])
+        (dressed(kjt, dist.get_rank(), padded=False).to(device), [gradient.to(device) for gradient in upstream])
         for kjt, upstream in batches_of_rank(mix, range(2))
     ]
     run = train(mix, model, batches, mix.weighted)
-    found = [*chain(*run.outputs), *run.weight_gradients, *model.parameters()]
-    return [one.detach().cpu() for one in found]
+    tensors = [*chain(*run.outputs), *run.weight_gradients, *model.parameters()]
+    return [tensor.detach().cpu() for tensor in tensors]
 
 
 def like_the_host() -> list[bool]:
     """Of each setting, whether the device that is not there, whose batches are divided ahead, has the host's bits."""
-    found = []
+    agreements = []
     for setting in SETTINGS:
-        here = trained(*setting, CPU)
+        host_tensors = trained(*setting, CPU)
         with use_fake_cuda(Counted()):
-            there = trained(*setting, CUDA)
-        found.append(len(here) == len(there) and all(map(torch.equal, here, there)))
-    return found
+            device_tensors = trained(*setting, CUDA)
+        agreements.append(
+            len(host_tensors) == len(device_tensors) and all(map(torch.equal, host_tensors, device_tensors))
+        )
+    return agreements
 
 
 @needs_triton
