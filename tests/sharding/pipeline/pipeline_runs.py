@@ -32,8 +32,10 @@ def pipeline_of(kind: str, model: Any, **settings: Any) -> Any:
 
 def equal(model: Any, other: Any) -> bool:
     """Whether two models are the same bits."""
-    one, two = state_of(model), state_of(other)
-    return one.keys() == two.keys() and all(torch.equal(value, two[key]) for key, value in one.items())
+    state, other_state = state_of(model), state_of(other)
+    return state.keys() == other_state.keys() and all(
+        torch.equal(value, other_state[key]) for key, value in state.items()
+    )
 
 
 def as_a_plain_loop(model: Any, outputs: list[Tensor], numbers: Iterable[int], parts: str = "ps") -> bool:
