@@ -76,11 +76,9 @@ def test_torch_loads_what_was_written_into_a_state_dict(optimizer: str, tmp_path
     state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
     model.load_state_dict(state["model"])
     optimizers.load_state_dict(state["optimizer"])
-    loaded_model, loaded_optimizers = loaded(source, optimizer)
-    assert [group["lr"] for group in optimizers.param_groups] == [
-        group["lr"] for group in loaded_optimizers.param_groups
-    ]
-    assert train(model, optimizers, range(2, 5)) == train(loaded_model, loaded_optimizers, range(2, 5))
+    loaded_model, restored = loaded(source, optimizer)
+    assert [group["lr"] for group in optimizers.param_groups] == [group["lr"] for group in restored.param_groups]
+    assert train(model, optimizers, range(2, 5)) == train(loaded_model, restored, range(2, 5))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -121,17 +119,11 @@ def test_torchrec_gets_its_own_names_and_nothing_else(tmp_path: Path) -> None:
     model, optimizers = trained("adam", steps=range(1))
     state = as_torchrec(state_of(model, optimizers))
     state_dict_loader.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(), no_dist=True)
-    expected_states = as_torchrec(state_of(*loaded(source, "adam")))["optimizer"]["state"]
-    loaded_states = state["optimizer"]["state"]
-    assert {name: set(states) for name, states in loaded_states.items()} == {
-        name: set(states) for name, states in expected_states.items()
-    }
-    assert set(loaded_states[A]) == {"a.momentum1", "a.exp_avg_sq"}
-    assert all(
-        torch.equal(loaded_states[name][key], expected_states[name][key])
-        for name in expected_states
-        for key in expected_states[name]
-    )
+    wanted = as_torchrec(state_of(*loaded(source, "adam")))["optimizer"]["state"]
+    actual = state["optimizer"]["state"]
+    assert {name: set(states) for name, states in actual.items()} == {name: set(keys) for name, keys in wanted.items()}
+    assert set(actual[A]) == {"a.momentum1", "a.exp_avg_sq"}
+    assert all(torch.equal(actual[name][key], wanted[name][key]) for name in wanted for key in wanted[name])
     assert not (folder / "optimizer.param_groups").exists()
 
 

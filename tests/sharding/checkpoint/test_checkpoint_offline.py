@@ -184,14 +184,12 @@ def test_training_goes_on_from_a_checkpoint_cut_anew(optimizer: str, plan: str, 
 
 
 def test_the_same_training_makes_no_difference_and_another_plan_none_in_content(tmp_path: Path) -> None:
-    difference, plan_difference = (
-        diff(saved(tmp_path / "a"), saved(tmp_path / plan, plan=plan)) for plan in ("first", "columns")
-    )
-    assert not difference and difference.same_content
-    assert difference.lines() == []
-    assert difference == Difference()
-    assert plan_difference and plan_difference.same_content
-    assert plan_difference.plans == {
+    first, second = (diff(saved(tmp_path / "a"), saved(tmp_path / plan, plan=plan)) for plan in ("first", "columns"))
+    assert not first and first.same_content
+    assert first.lines() == []
+    assert first == Difference()
+    assert second and second.same_content
+    assert second.plans == {
         A: (
             "rank 0: rows [0, 9] columns [0, 8]",
             "rank 0: rows [0, 9] columns [0, 4], rank 0: rows [0, 9] columns [4, 8]",

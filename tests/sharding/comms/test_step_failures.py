@@ -171,10 +171,8 @@ def test_tables_in_the_backward_and_the_forward_tell_without_a_block() -> None:
 
 def timeouts() -> list[timedelta]:
     def of_group() -> timedelta:
-        timeout: timedelta = (
-            dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
-        )
-        return timeout
+        value: timedelta = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
+        return value
 
     before = of_group()
     try:

@@ -80,14 +80,14 @@ def test_tables_without_an_optimizer_train_as_in_one_process(pooled: bool) -> No
 
 def refused() -> dict[str, str]:
     """What each way to put tables with an optimizer under DistributedDataParallel says."""
-    messages: dict[str, str] = {}
+    texts: dict[str, str] = {}
 
     def keep(name: str, make: Any) -> None:
         try:
             make()
-            messages[name] = "nothing"
+            texts[name] = "nothing"
         except Exception as error:
-            messages[name] = f"{type(error).__name__}: {error}"
+            texts[name] = f"{type(error).__name__}: {error}"
 
     def marked(pooled: bool = True) -> Model:
         model = Model(pooled)
@@ -146,23 +146,20 @@ def refused() -> dict[str, str]:
         whole(batch(0))
 
     keep("fully_shard", scattered)
-    return messages
+    return texts
 
 
 @pytest.mark.ranks
 def test_tables_with_an_optimizer_are_refused_where_the_wrapper_is_built() -> None:
     """It was built, each rank trained its tables by its own batch alone, and the second forward failed."""
-    (messages,) = run_ranks(1, refused)
+    (texts,) = run_ranks(1, refused)
     for name in ("bags", "the collection itself", "sequences", "sharded", "marked later", "frozen"):
-        assert messages[name].startswith("ValueError: DistributedDataParallel around table 'tf'"), (
-            name,
-            messages[name],
-        )
-        assert "DistributedModelParallel" in messages[name]
-    assert {messages[name] for name in ("ignored by name", "a frozen one without", "DistributedModelParallel")} == {
+        assert texts[name].startswith("ValueError: DistributedDataParallel around table 'tf'"), (name, texts[name])
+        assert "DistributedModelParallel" in texts[name]
+    assert {texts[name] for name in ("ignored by name", "a frozen one without", "DistributedModelParallel")} == {
         "nothing"
-    }, messages
-    assert messages["fully_shard"].startswith("ValueError: table 'tf'") and "fully_shard" in messages["fully_shard"]
+    }, texts
+    assert texts["fully_shard"].startswith("ValueError: table 'tf'") and "fully_shard" in texts["fully_shard"]
 
 
 @pytest.mark.full

@@ -134,15 +134,11 @@ def mixed_plan(model: nn.Module) -> ShardingPlan:
         "user": table_wise(world - 1), "item": table_wise(0), "genre": data_parallel(), "day": data_parallel(),
     }  # fmt: skip
     plan = {}
-    for path, collection in collections_of(model).items():
+    for path, module in collections_of(model).items():
         configs = (
-            collection.embedding_bag_configs()
-            if isinstance(collection, EmbeddingBagCollection)
-            else collection.embedding_configs()
+            module.embedding_bag_configs() if isinstance(module, EmbeddingBagCollection) else module.embedding_configs()
         )
-        plan[path] = construct_module_sharding_plan(
-            collection, {c.name: where[c.name] for c in configs}, world_size=world
-        )
+        plan[path] = construct_module_sharding_plan(module, {c.name: where[c.name] for c in configs}, world_size=world)
     return ShardingPlan(plan)
 
 
@@ -165,9 +161,7 @@ def alone(make: Callable[[], nn.Module], steps: int) -> tuple[list[Tensor], dict
     """One process: losses, then weights and states."""
     model = make()
     mark_tables(model)
-    fused = CombinedOptimizer(
-        [(path, collection.fused_optimizer()) for path, collection in collections_of(model).items()]
-    )
+    fused = CombinedOptimizer([(path, module.fused_optimizer()) for path, module in collections_of(model).items()])
     return trained(model, fused, batch_of, steps)
 
 
@@ -398,20 +392,18 @@ def resume() -> None:
     train(dmp, optimizer, range(3))
     saved, optimizer_saved = deepcopy(dmp.state_dict()), deepcopy(optimizer.state_dict())
     train(dmp, optimizer, range(3, 6))
-    resumed, resumed_optimizer = fresh(1)
-    train(resumed, resumed_optimizer, range(1))
-    resumed.load_state_dict(saved)
-    resumed_optimizer.load_state_dict(optimizer_saved)
-    train(resumed, resumed_optimizer, range(3, 6))
-    wanted, resumed_state = whole_state(dmp, dmp.fused_optimizer), whole_state(resumed, resumed.fused_optimizer)
-    assert wanted.keys() == resumed_state.keys()
-    assert all(torch.equal(value, resumed_state[name]) for name, value in wanted.items())
+    loaded, loaded_optimizer = fresh(1)
+    train(loaded, loaded_optimizer, range(1))
+    loaded.load_state_dict(saved)
+    loaded_optimizer.load_state_dict(optimizer_saved)
+    train(loaded, loaded_optimizer, range(3, 6))
+    wanted, loaded_state = whole_state(dmp, dmp.fused_optimizer), whole_state(loaded, loaded.fused_optimizer)
+    assert wanted.keys() == loaded_state.keys()
+    assert all(torch.equal(value, loaded_state[name]) for name, value in wanted.items())
     # a part of a larger dict, by TorchRec's second argument
     zeros = {f"dlrm.{name}": torch.zeros_like(value) for name, value in dlrm().state_dict().items()}
-    resumed.load_state_dict({"other": torch.ones(1), **zeros}, "dlrm.")
-    assert not any(
-        value.any() for name, value in local_tensors(resumed.state_dict()).items() if name.endswith("weight")
-    )
+    loaded.load_state_dict({"other": torch.ones(1), **zeros}, "dlrm.")
+    assert not any(value.any() for name, value in local_tensors(loaded.state_dict()).items() if name.endswith("weight"))
 
 
 def test_training_resumes_from_state_dicts_bit_for_bit() -> None:

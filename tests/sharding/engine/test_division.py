@@ -50,23 +50,19 @@ def routes_of(places: Iterable[str], **more: Any) -> Routes:
     return plan_routes(tables, shards, WORLD, **more)
 
 
-def same(first_step: Step, second_step: Step, routes: Routes) -> None:
+def same(left: Step, right: Step, routes: Routes) -> None:
     """What leaves, what is looked up here, and how results find their ids."""
-    assert (
-        first_step.counts == second_step.counts
-        and first_step.ids_to_groups == second_step.ids_to_groups
-        and first_step.batch == second_step.batch
-    )
-    for block, other_block in zip(blocks_of(first_step), blocks_of(second_step), strict=True):
+    assert left.counts == right.counts and left.ids_to_groups == right.ids_to_groups and left.batch == right.batch
+    for block, other_block in zip(blocks_of(left), blocks_of(right), strict=True):
         assert block.tolist() == other_block.tolist()
-    assert len(first_step.replicated) == len(second_step.replicated)
-    for batch, other_batch in zip(first_step.replicated, second_step.replicated, strict=True):
+    assert len(left.replicated) == len(right.replicated)
+    for batch, other_batch in zip(left.replicated, right.replicated, strict=True):
         assert batch.sizes == other_batch.sizes
         assert torch.equal(batch.ids, other_batch.ids) and torch.equal(batch.offsets, other_batch.offsets)
         assert (batch.weights is None) == (other_batch.weights is None)
         if batch.weights is not None and other_batch.weights is not None:
             assert torch.equal(batch.weights, other_batch.weights)
-    first, second = first_step.division, second_step.division
+    first, second = left.division, right.division
     for cut in range(len(routes.cuts)):
         assert first is not None and second is not None
         assert first.counts_of_cut(cut) == second.counts_of_cut(cut)
@@ -178,12 +174,10 @@ def like_the_host() -> list[bool]:
     """Of each setting, whether the device that is not there, whose batches are divided ahead, has the host's bits."""
     agreements = []
     for setting in SETTINGS:
-        host_tensors = trained(*setting, CPU)
+        on_host = trained(*setting, CPU)
         with use_fake_cuda(Counted()):
-            device_tensors = trained(*setting, CUDA)
-        agreements.append(
-            len(host_tensors) == len(device_tensors) and all(map(torch.equal, host_tensors, device_tensors))
-        )
+            on_device = trained(*setting, CUDA)
+        agreements.append(len(on_host) == len(on_device) and all(map(torch.equal, on_host, on_device)))
     return agreements
 
 

@@ -210,9 +210,7 @@ def test_ranks_that_call_equal_collections_in_different_orders_find_out() -> Non
         assert f"RuntimeError: ranks [{1 - rank}] differ from this one" in message and "order of lookups" in message
 
 
-def trained(
-    optimizer: str, placement: str, processors: tuple[str, str] | None = None
-) -> tuple[torch.Tensor, list[str]]:
+def trained(optimizer: str, kind: str, processors: tuple[str, str] | None = None) -> tuple[torch.Tensor, list[str]]:
     """A table after some steps on ranks of which the second has no compiled loops, and what was warned of."""
     rank, usual = dist.get_rank(), (_op.NUMBA, numba_loops.arithmetic)
     try:
@@ -223,7 +221,7 @@ def trained(
         numba_loops.loops.cache_clear()
         torch.manual_seed(0)
         ebc = fused(EmbeddingBagCollection(bag_tables({"f": 60}, 16)), RULES[optimizer][0])
-        strategy = {"tf": data_parallel() if placement == "replicated" else table_wise(rank=0)}
+        strategy = {"tf": data_parallel() if kind == "replicated" else table_wise(rank=0)}
         plan = ShardingPlan({"": construct_module_sharding_plan(ebc, strategy, world_size=2)})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -232,7 +230,7 @@ def trained(
             out = model(random_kjt({"f": 60}, 30, seed=2 * step + rank, longest=5)).values()
             (out * upstream(*out.shape, seed=2 * step + rank)).sum().backward()
         weights = model.module.state_dict()["embedding_bags.tf.weight"]
-        return weights if isinstance(weights, torch.Tensor) and placement == "replicated" else torch.zeros(1), [
+        return weights if isinstance(weights, torch.Tensor) and kind == "replicated" else torch.zeros(1), [
             str(warning.message) for warning in caught if "drift" in str(warning.message)
         ]
     finally:

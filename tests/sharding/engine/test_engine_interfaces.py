@@ -80,13 +80,9 @@ class Shuffled:
         samples, rows = (offsets.shape[0] - 1) // len(lookups), ids.clone()
         for f, lookup in enumerate(lookups):
             part, slots = slice(int(offsets[f * samples]), int(offsets[(f + 1) * samples])), self.slots[lookup.table]
-            part_ids = ids[part].long()
-            inside = (part_ids >= 0) & (part_ids < len(slots))
-            rows[part] = (
-                torch.where(inside, slots[torch.where(inside, part_ids, 0)], part_ids).to(ids.dtype)
-                if len(slots)
-                else -1
-            )
+            raw = ids[part].long()
+            good = (raw >= 0) & (raw < len(slots))
+            rows[part] = torch.where(good, slots[torch.where(good, raw, 0)], raw).to(ids.dtype) if len(slots) else -1
         self.resolved += 1
         self.leases.add(self.resolved)
         self.most = max(self.most, len(self.leases))

@@ -194,7 +194,7 @@ def has_bits(case: Case, table: TableCase, world: int) -> bool:
 
 def faults(case: Case, world: int, want: Run, runs: Sequence[Run]) -> list[str]:
     """Where the ranks' tables and states are not those of one process."""
-    differences = []
+    diffs = []
     tables = {table.name: table for table in case.mix.tables}
     for rank, run in enumerate(runs):
         for key, tensor in [*run.weights.items(), *run.states.items()]:
@@ -208,21 +208,21 @@ def faults(case: Case, world: int, want: Run, runs: Sequence[Run]) -> list[str]:
             table = tables[name]
             if has_bits(case, table, world):
                 if not torch.equal(tensor, value):
-                    differences.append(f"rank {rank}: {key}: bits differ, by up to {(tensor - value).abs().max()}")
+                    diffs.append(f"rank {rank}: {key}: bits differ, by up to {(tensor - value).abs().max()}")
             elif tensor.numel():
                 error, most = (tensor.double() - value.double()).abs(), value.double().abs().max()
                 apart = error > TOLERANCE[table.dtype] * max(most, 1e-3)
                 # where cut gradients cancel, rules that divide by their size make a step of what rounding left: of few
                 if apart.sum() > max(8, apart.numel() // 20):
-                    differences.append(f"rank {rank}: {key}: {apart.sum()} apart by up to {error.max()} of {most}")
+                    diffs.append(f"rank {rank}: {key}: {apart.sum()} apart by up to {error.max()} of {most}")
     if case.learned:
         whole = want.weight_gradients
         for step in range(STEPS):
             parts = [run.weight_gradients[step] for run in runs]
             tensor = torch.cat(parts).sort().values
             if not torch.allclose(tensor, whole[step].sort().values, rtol=1e-3, atol=2e-3):
-                differences.append(f"step {step}: gradients of weights")
-    return differences
+                diffs.append(f"step {step}: gradients of weights")
+    return diffs
 
 
 def expect_one_step(cases: Sequence[Case], world: int) -> None:
@@ -230,10 +230,8 @@ def expect_one_step(cases: Sequence[Case], world: int) -> None:
     wanted = [alone(case, world) for case in cases]
     ranks = run_ranks(world, over_ranks, list(cases), timeout=180 + 2 * len(cases))
     for number, case in enumerate(cases):
-        differences = faults(case, world, wanted[number], [runs[number] for runs in ranks])
-        assert not differences, "\n".join(
-            [*differences[:8], *map(str, case.mix.tables), str(replace(case, mix=Mix(())))]
-        )
+        diffs = faults(case, world, wanted[number], [runs[number] for runs in ranks])
+        assert not diffs, "\n".join([*diffs[:8], *map(str, case.mix.tables), str(replace(case, mix=Mix(())))])
 
 
 @pytest.mark.parametrize("world", [2, WORLD])

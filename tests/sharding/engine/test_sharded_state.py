@@ -372,13 +372,9 @@ def wrong_targets() -> list[str]:
         ({name: state[name]}, {**good, "lost": torch.zeros(2)}),
         ({**state, "dense": 3}, {**good, "dense": torch.zeros(2)}),
     ]
-    for arguments in lone:
+    for pair in lone:
         # only rank 0 has the fault
-        errors.append(
-            error_of(
-                lambda arguments=arguments: state_dict_gather(*(arguments if dist.get_rank() == 0 else (state, good)))
-            )
-        )  # type: ignore[misc]
+        errors.append(error_of(lambda pair=pair: state_dict_gather(*(pair if dist.get_rank() == 0 else (state, good)))))  # type: ignore[misc]
     with pytest.raises(RuntimeError, match="ranks differ in what all must share: names to gather, in their order"):
         state_dict_gather({**state, "b": state[name]}, {("b" if dist.get_rank() else name): torch.zeros(12, 8)})
     state_dict_gather(state, good)

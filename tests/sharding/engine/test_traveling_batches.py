@@ -73,11 +73,10 @@ KEEP = {"f0": [0, 2], "f1": [1], "f2": [0, 1, 2], "f3": [2, 0]}
 def kept_once(kjt: KeyedJaggedTensor, full: int = 6) -> KeyedJaggedTensor:
     """The samples that each feature keeps, and inverse indices that cycle through them."""
     keys = list(KEEP)
-    samples = [samples_of(kjt, s, s + 1)[key] for key in keys for s in KEEP[key]]
+    bags = [samples_of(kjt, s, s + 1)[key] for key in keys for s in KEEP[key]]
     inverse = [[s % len(KEEP[key]) for s in range(full)] for key in keys]
     return KeyedJaggedTensor(
-        keys, torch.cat([sample.values() for sample in samples]),
-        lengths=torch.cat([sample.lengths() for sample in samples]),
+        keys, torch.cat([bag.values() for bag in bags]), lengths=torch.cat([bag.lengths() for bag in bags]),
         stride_per_key_per_rank=[[len(KEEP[key])] for key in keys], inverse_indices=(keys, torch.tensor(inverse)),
     )  # fmt: skip
 
@@ -85,11 +84,8 @@ def kept_once(kjt: KeyedJaggedTensor, full: int = 6) -> KeyedJaggedTensor:
 def in_full(kjt: KeyedJaggedTensor, full: int = 6) -> KeyedJaggedTensor:
     """The same batch written out."""
     kept = [(key, KEEP[key][s % len(KEEP[key])]) for key in KEEP for s in range(full)]
-    samples = [samples_of(kjt, s, s + 1)[key] for key, s in kept]
-    ids, lengths = (
-        torch.cat([sample.values() for sample in samples]),
-        torch.cat([sample.lengths() for sample in samples]),
-    )
+    bags = [samples_of(kjt, s, s + 1)[key] for key, s in kept]
+    ids, lengths = torch.cat([bag.values() for bag in bags]), torch.cat([bag.lengths() for bag in bags])
     return KeyedJaggedTensor(list(KEEP), ids, lengths=lengths)
 
 
@@ -117,8 +113,7 @@ def expect_close(
 def train_both_ways(mix: Mix) -> list[tuple[list[Tensor], dict[str, Tensor], int]]:
     batches = [batch_of_rank(mix, 3, step) for step in range(3)]
     return [
-        train_on(shard(mix, build(mix, "adam"), environment()), map(transform, batches))
-        for transform in (kept_once, in_full)
+        train_on(shard(mix, build(mix, "adam"), environment()), map(form, batches)) for form in (kept_once, in_full)
     ]
 
 
@@ -191,10 +186,10 @@ def overflow(where: str) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_29_a_number_that_overflows_a_compressed_exchange_raises_on_all_ranks(where: str) -> None:
-    pattern = r"OverflowError: rank 1: feature 'f\d' \(table 't\d'\): a number is too large for the compressed exchange"
+    text = r"OverflowError: rank 1: feature 'f\d' \(table 't\d'\): a number is too large for the compressed exchange"
     for message, unchanged in run_ranks(2, overflow, where):
         assert unchanged
-        assert re.match(pattern, message)
+        assert re.match(text, message)
 
 
 def overflow_together() -> str:
@@ -234,10 +229,8 @@ def test_28_a_gradient_that_is_not_finite_raises_on_all_ranks(mix: Mix) -> None:
     """One rank raised alone, while the others waited for it: the mode was refused sharded."""
     for message, unchanged in run_ranks(2, not_finite, mix, False):
         assert unchanged
-        pattern = (
-            r"FloatingPointError: rank 1: feature 'f\d' \(table 't\d'\): its gradient is not finite; no table of its"
-        )
-        assert re.match(pattern, message)
+        text = r"FloatingPointError: rank 1: feature 'f\d' \(table 't\d'\): its gradient is not finite; no table of its"
+        assert re.match(text, message)
 
 
 def test_13_a_weight_that_is_not_finite_raises_on_all_ranks() -> None:

@@ -96,9 +96,7 @@ def check(mode: str, form: str, cuts: tuple[str, ...]) -> None:
             dense.zero_grad()
             alone_optimizer.zero_grad()
             (out * factor).sum().mul(rank + 1).backward()
-            sum(
-                ((output * factor).sum() * (r + 1) / world for r, output in enumerate(outputs)), torch.zeros(())
-            ).backward()
+            sum(((out * factor).sum() * (r + 1) / world for r, out in enumerate(outputs)), torch.zeros(())).backward()
             dense.step()
             alone_optimizer.step()
         whole = alone.bags.weight

@@ -70,12 +70,10 @@ class Interact(nn.Module):
         super().__init__()
         self.dense = nn.Linear(columns, 3)
 
-    def forward(self, embeddings: KeyedTensor | dict[str, JaggedTensor]) -> Tensor:
-        if isinstance(embeddings, dict):
-            return self.dense(
-                torch.cat([jagged.to_padded_dense(2).flatten(1) for jagged in embeddings.values()], dim=1)
-            )
-        return self.dense(embeddings.values()).tanh()
+    def forward(self, output: KeyedTensor | dict[str, JaggedTensor]) -> Tensor:
+        if isinstance(output, dict):
+            return self.dense(torch.cat([jagged.to_padded_dense(2).flatten(1) for jagged in output.values()], dim=1))
+        return self.dense(output.values()).tanh()
 
 
 class Net(nn.Module):

@@ -242,11 +242,8 @@ def test_one_generator_for_all_tables() -> None:
     ec = EmbeddingCollection([EmbeddingConfig(9, 8, name) for name in "ab"], device="meta")
     for sharder in (None, EmbeddingCollectionSharder()):
         where = apply_to_all(ec, row_wise(), sharder)
-        module_plan = construct_module_sharding_plan(ec, where, sharder, world_size=2, device_type="cpu")
-        assert {name: sharding.sharding_type for name, sharding in module_plan.items()} == {
-            "a": "row_wise",
-            "b": "row_wise",
-        }
+        plans = construct_module_sharding_plan(ec, where, sharder, world_size=2, device_type="cpu")
+        assert {name: sharding.sharding_type for name, sharding in plans.items()} == {"a": "row_wise", "b": "row_wise"}
     with pytest.raises(
         TypeError, match="EmbeddingBagCollectionSharder shards EmbeddingBagCollection, got EmbeddingColl"
     ):
@@ -258,10 +255,8 @@ def test_hosts_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
         assert generators.get_local_size(4) == size
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    module_plan = construct_module_sharding_plan(
-        collection(7, 12), {"t": table_row_wise(1)}, world_size=4, device_type="cpu"
-    )
-    assert module_plan["t"].ranks == [2, 3]
+    plans = construct_module_sharding_plan(collection(7, 12), {"t": table_row_wise(1)}, world_size=4, device_type="cpu")
+    assert plans["t"].ranks == [2, 3]
 
 
 def test_a_type_names_its_constructor() -> None:

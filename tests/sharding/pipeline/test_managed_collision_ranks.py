@@ -83,11 +83,9 @@ class Net(nn.Module):
         self.mc = make(collection, ManagedCollisionCollection(modules, tables), **settings)
 
     def forward(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        embeddings, remapped = self.mc(features)
+        output, remapped = self.mc(features)
         assert remapped is None
-        return [
-            output if isinstance(output, Tensor) else output.values() for output in (embeddings[name] for name in "fgh")
-        ]
+        return [value if isinstance(value, Tensor) else value.values() for value in (output[name] for name in "fgh")]
 
 
 def batch_of(step: int, begin: int = 0, end: int = SAMPLES) -> KeyedJaggedTensor:
@@ -284,10 +282,8 @@ def alone_in_ranges(pooled: bool, parts: dict[str, int]) -> tuple[list[list[Tens
 
         batch = change_ids(batch_of(step), collection._configs, slots)
         for config in collection._configs:
-            for low, evicted, batches_seen in ranges[config.name].evictions():
-                collection.renew_rows(
-                    config.name, evicted, fresh_rows(config, evicted.numel(), batches_seen, first_row=low)
-                )
+            for low, evicted, count in ranges[config.name].evictions():
+                collection.renew_rows(config.name, evicted, fresh_rows(config, evicted.numel(), count, first_row=low))
         embeddings = collection(batch)
         outs = [embeddings[name] if pooled else embeddings[name].values() for name in "fgh"]
         if step < STEPS:

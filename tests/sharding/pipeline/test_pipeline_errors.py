@@ -30,11 +30,9 @@ def uneven_epochs(kind: str, counts: list[list[int]]) -> tuple[list[int], list[s
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for epoch, of_ranks in enumerate(counts):
-            rank_outputs = drain(
-                pipeline.progress, iter([batch_of(10 * epoch + n) for n in range(of_ranks[dist.get_rank()])])
-            )
-            step_counts.append(len(rank_outputs))
-            outputs += rank_outputs
+            outs = drain(pipeline.progress, iter([batch_of(10 * epoch + n) for n in range(of_ranks[dist.get_rank()])]))
+            step_counts.append(len(outs))
+            outputs += outs
     numbers = [10 * epoch + n for epoch, of_ranks in enumerate(counts) for n in range(min(of_ranks))]
     if kind == "eval":
         plain = sharded("ps")

@@ -464,14 +464,8 @@ def test_shardwise_plan_reads_what_training_saved(tmp_path: Path) -> None:
     assert loaded == plan and str(loaded) == str(plan) and "slowest rank" in str(loaded)
     assert planner.last_plan is not None
     planned = load_planned(tmp_path / "plan.json")
-    for (_, choice, starts), (_, expected, expected_starts) in zip(
-        planned.placed(), planner.last_plan.placed(), strict=True
-    ):
-        assert (choice.sharding_type, choice.widths, starts) == (
-            expected.sharding_type,
-            expected.widths,
-            expected_starts,
-        )
+    for (_, choice, starts), (_, wanted, where) in zip(planned.placed(), planner.last_plan.placed(), strict=True):
+        assert (choice.sharding_type, choice.widths, starts) == (wanted.sharding_type, wanted.widths, where)
 
 
 def test_a_plan_for_other_ranks_is_refused(tmp_path: Path) -> None:

@@ -86,18 +86,16 @@ def test_tables_are_read_as_they_are_sharded() -> None:
         EmbeddingBagCollection([EmbeddingBagConfig(7, 4, "w", feature_names=["w"])], is_weighted=True),
         PositionWeightedModuleCollection({"w": 3}),
     )
-    model_tables = tables_of_model(model, get_default_sharders(), "cpu")
-    assert not model_tables.replicated
-    read = {
-        t.path: (t.pooled, t.weighted, t.optimizer, t.data_type.value, len(t.features)) for t in model_tables.tables
-    }
+    tables = tables_of_model(model, get_default_sharders(), "cpu")
+    assert not tables.replicated
+    read = {t.path: (t.pooled, t.weighted, t.optimizer, t.data_type.value, len(t.features)) for t in tables.tables}
     assert read == {
         "bags.b0": (True, True, "RowWiseAdagrad", "FP32", 2), "bags.b1": (True, True, "RowWiseAdagrad", "FP32", 2),
         "plain.p0": (True, False, "SGD", "FP32", 2), "rows.r": (False, False, None, "FP16", 1),
         "fused.f": (True, False, "Adam", "FP32", 1), "processed.w": (True, True, "SGD", "FP32", 1),
     }  # fmt: skip
-    assert [t.num_embeddings for t in model_tables.tables] == [2000, 4000, 2000, 9, 5, 7]
-    assert [model_tables.parameters[t.path].shape[1] for t in model_tables.tables] == [64, 64, 64, 8, 4, 4]
+    assert [t.num_embeddings for t in tables.tables] == [2000, 4000, 2000, 9, 5, 7]
+    assert [tables.parameters[t.path].shape[1] for t in tables.tables] == [64, 64, 64, 8, 4, 4]
 
 
 def test_a_table_is_replicated_only_where_it_trains_as_it_would_otherwise() -> None:
@@ -195,11 +193,9 @@ def test_torchrecs_parts_run_torchrecs_search() -> None:
     assert statistics["sharding_plan"] is sharding_plan and statistics["debug_stats"].timeout_seconds == 60
     # the best of its proposals, so never better than our search over the same options
     rating = NoopPerfModel(CPUS).rate(statistics["best_plan"])
-    own_planner = EmbeddingShardingPlanner(
-        CPUS, 64, EmbeddingEnumerator(CPUS, 64), FixedPercentageStorageReservation(0.1)
-    )
-    assert "by its estimates" in str(own_planner.plan(model, get_default_sharders()))
-    assert NoopPerfModel(CPUS).rate(own_planner._best_plan or []) <= rating * (1 + 1e-9)
+    second = EmbeddingShardingPlanner(CPUS, 64, EmbeddingEnumerator(CPUS, 64), FixedPercentageStorageReservation(0.1))
+    assert "by its estimates" in str(second.plan(model, get_default_sharders()))
+    assert NoopPerfModel(CPUS).rate(second._best_plan or []) <= rating * (1 + 1e-9)
 
 
 def test_torchrecs_search_says_why_there_is_no_plan() -> None:
@@ -224,10 +220,8 @@ def test_a_callback_changes_the_plan() -> None:
         return options
 
     whole = {f"t{n}": ParameterConstraints(sharding_types=["table_wise"]) for n in range(4)}
-    sharding_plan = plan(bags(), constraints=whole, callbacks=[to_the_last_rank])
-    assert {tuple(sharding.ranks or ()) for sharding in sharding_plan.plan[""].values()} == {
-        (3,)
-    } and sharding_plan.explanation is None
+    moved = plan(bags(), constraints=whole, callbacks=[to_the_last_rank])
+    assert {tuple(entry.ranks or ()) for entry in moved.plan[""].values()} == {(3,)} and moved.explanation is None
 
     def beyond(options: list[ShardingOption]) -> list[ShardingOption]:
         options[0].shards[0].rank = 4

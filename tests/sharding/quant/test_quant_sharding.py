@@ -139,10 +139,7 @@ def tensors(output: Any) -> list[torch.Tensor]:
 
 
 def same_bits(actual: Any, expected: Any) -> bool:
-    names = [
-        list(output) if isinstance(output, dict) else (output.keys(), output.length_per_key())
-        for output in (actual, expected)
-    ]
+    names = [list(out) if isinstance(out, dict) else (out.keys(), out.length_per_key()) for out in (actual, expected)]
     return names[0] == names[1] and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         for a, b in zip(tensors(actual), tensors(expected), strict=True)

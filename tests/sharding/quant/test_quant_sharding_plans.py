@@ -268,10 +268,8 @@ def test_a_block_takes_the_bytes_that_the_planner_says() -> None:
     for table in tables_of_model(model, DEFAULT_SHARDERS, "cpu").tables:
         way = ways[table.name]
         predicted = block_bytes(table, way, way.widths[0], 2, 1) - served_bytes(table, way, way.widths[0], 1)
-        buffer_bytes = [
-            b.nbytes for name, b in cut.named_buffers() if name.startswith(f"embedding_bags.{table.name}.shards.0")
-        ]
-        assert predicted[0] == sum(buffer_bytes)
+        used = [b.nbytes for name, b in cut.named_buffers() if name.startswith(f"embedding_bags.{table.name}.shards.0")]
+        assert predicted[0] == sum(used)
 
 
 def changed(item: Any, change: Any) -> ShardingPlan:

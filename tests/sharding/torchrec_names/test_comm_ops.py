@@ -81,19 +81,16 @@ def whole_pooled(inputs: list[Tensor]) -> list[Tensor]:
 
 def variable_splits(world: int) -> list[list[int]]:
     """[owner][rank of the batch] numbers."""
-    batch_sizes, widths = feature_batches(world), feature_dims(world)
+    sizes, widths = feature_batches(world), feature_dims(world)
     return [
-        [sum(b * d for b, d in zip(batch_sizes[r][o], widths[o], strict=True)) for r in range(world)]
-        for o in range(world)
+        [sum(b * d for b, d in zip(sizes[r][o], widths[o], strict=True)) for r in range(world)] for o in range(world)
     ]
 
 
 def call_variable(x: Tensor, rank: int, world: int, codecs: Any) -> Awaitable[Tensor]:
-    batch_sizes = feature_batches(world)
-    before = [b for of_owner in batch_sizes[rank] for b in of_owner]
-    return variable_batch_alltoall_pooled(
-        x, [sizes[rank] for sizes in batch_sizes], before, feature_dims(world), codecs=codecs
-    )
+    sizes = feature_batches(world)
+    before = [b for of_owner in sizes[rank] for b in of_owner]
+    return variable_batch_alltoall_pooled(x, [row[rank] for row in sizes], before, feature_dims(world), codecs=codecs)
 
 
 def whole_variable(inputs: list[Tensor]) -> list[Tensor]:
