@@ -85,9 +85,9 @@ def seal(path: Path) -> None:
     """Make the manifest have the sizes and checksums that its files have now."""
 
     def change(manifest: dict[str, Any]) -> None:
-        for one in manifest["files"]:
-            data = (path / one["name"]).read_bytes()
-            one.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        for file in manifest["files"]:
+            data = (path / file["name"]).read_bytes()
+            file.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
     rewrite(path, change)
 

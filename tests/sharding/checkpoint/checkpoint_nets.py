@@ -67,7 +67,7 @@ def net(optimizer: str, plan: str = "first") -> tuple[Any, CombinedOptimizer]:
 
 def train(model: Any, optimizer: CombinedOptimizer, steps: range) -> list[float]:
     """The loss of each of these steps."""
-    found = []
+    losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(0, 6, (12,), generator=generator)
@@ -75,15 +75,15 @@ def train(model: Any, optimizer: CombinedOptimizer, steps: range) -> list[float]
         loss = model(KeyedJaggedTensor(["a", "b"], ids, lengths=torch.full((6,), 2)))
         loss.backward()
         optimizer.step()
-        found.append(float(loss.detach()))
-    return found
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def trained(optimizer: str, plan: str = "first", steps: range = range(2)) -> tuple[Any, CombinedOptimizer]:
     """The model and its optimizer after these steps."""
-    model, every = net(optimizer, plan)
-    train(model, every, steps)
-    return model, every
+    model, optimizers = net(optimizer, plan)
+    train(model, optimizers, steps)
+    return model, optimizers
 
 
 def saved(folder: Path, optimizer: str = "adam", plan: str = "first", *, step: int = 5) -> Path:
@@ -93,6 +93,6 @@ def saved(folder: Path, optimizer: str = "adam", plan: str = "first", *, step: i
 
 def loaded(path: Path | str, optimizer: str, plan: str = "first") -> tuple[Any, CombinedOptimizer]:
     """A model that had learned something else, and its optimizer, as they were saved."""
-    model, every = trained(optimizer, plan, range(90, 92))
-    load(path, model, every)
-    return model, every
+    model, optimizers = trained(optimizer, plan, range(90, 92))
+    load(path, model, optimizers)
+    return model, optimizers

@@ -127,9 +127,9 @@ def run(folder: Path, rank: int, store: Path, kill: Kill) -> int:
 
     def half(file: Any, data: Any) -> int:
         view = memoryview(data).cast("B")
-        done = write_all(file, view[: len(view) // 2])
+        written = write_all(file, view[: len(view) // 2])
         kill.event("half of a write")
-        return done + write_all(file, view[len(view) // 2 :])
+        return written + write_all(file, view[len(view) // 2 :])
 
     files.write_all = half
     try:
@@ -156,13 +156,13 @@ def put(model: Any, step: int) -> None:
 
 def values(model: Any) -> set[float]:
     """All numbers that there are in the rank's weights and states of the tables."""
-    found: set[float] = set()
+    numbers: set[float] = set()
     for group in model._tables.all_groups():
         for number in range(len(group.tables)):
             for value in (group.view(number), *group.state_views(number).values()):
                 if value.is_floating_point():
-                    found |= set(value.unique().tolist())
-    return found
+                    numbers |= set(value.unique().tolist())
+    return numbers
 
 
 def expect_good(folder: Path, ends: list[int]) -> int:
@@ -179,8 +179,8 @@ def expect_good(folder: Path, ends: list[int]) -> int:
             assert bool((value == step).all()), f"{path}: {name} has other numbers"
     newest = checkpoint.latest(folder)
     step = 0 if newest is None else checkpoint.read_manifest(newest).step
-    said = [int(text) for rank in range(RANKS) if (text := _read(folder.parent / f"saved{rank}"))]
-    assert step >= max(said, default=0), f"step {max(said)} was saved, the newest is {step}"
+    saved_steps = [int(text) for rank in range(RANKS) if (text := _read(folder.parent / f"saved{rank}"))]
+    assert step >= max(saved_steps, default=0), f"step {max(saved_steps)} was saved, the newest is {step}"
     return step
 
 

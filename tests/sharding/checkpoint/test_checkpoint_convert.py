@@ -36,8 +36,8 @@ pytestmark = [
 OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
 
 
-def state_of(model: Any, every: Any, **more: Any) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": every.state_dict(), **more}
+def state_of(model: Any, optimizers: Any, **more: Any) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizers.state_dict(), **more}
 
 
 def write_dcp(state: dict[str, Any], folder: Path) -> Path:
@@ -57,82 +57,82 @@ def test_there_and_back_is_the_same_bits(optimizer: str, plan: str, tmp_path: Pa
     source = saved(tmp_path / "a", optimizer, plan)
     back = from_dcp_trusted(to_dcp(source, tmp_path / "dcp"), tmp_path / "b")
     assert verify(back) == []
-    found = diff(source, back)
-    assert kept(found.facts, optimizer) == set()
-    assert not (found.values or found.only_a or found.only_b or found.shapes or found.dtypes)
-    model, every = trained(optimizer, plan, range(90, 92))
-    assert load(back, model, every).extra == EXTRA
-    assert train(model, every, range(2, 5)) == train(*loaded(source, optimizer, plan), range(2, 5))
+    difference = diff(source, back)
+    assert kept(difference.facts, optimizer) == set()
+    assert not (difference.values or difference.only_a or difference.only_b or difference.shapes or difference.dtypes)
+    model, optimizers = trained(optimizer, plan, range(90, 92))
+    assert load(back, model, optimizers).extra == EXTRA
+    assert train(model, optimizers, range(2, 5)) == train(*loaded(source, optimizer, plan), range(2, 5))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_torch_loads_what_was_written_into_a_state_dict(optimizer: str, tmp_path: Path) -> None:
     source = saved(tmp_path / "a", optimizer)
     folder = to_dcp(source, tmp_path / "dcp")
-    model, every = trained(optimizer, steps=range(90, 92))
-    for group in every.param_groups:
+    model, optimizers = trained(optimizer, steps=range(90, 92))
+    for group in optimizers.param_groups:
         group["lr"] = 9.0
-    state = state_of(model, every)
+    state = state_of(model, optimizers)
     state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
     model.load_state_dict(state["model"])
-    every.load_state_dict(state["optimizer"])
-    again, other = loaded(source, optimizer)
-    assert [group["lr"] for group in every.param_groups] == [group["lr"] for group in other.param_groups]
-    assert train(model, every, range(2, 5)) == train(again, other, range(2, 5))
+    optimizers.load_state_dict(state["optimizer"])
+    loaded_model, restored = loaded(source, optimizer)
+    assert [group["lr"] for group in optimizers.param_groups] == [group["lr"] for group in restored.param_groups]
+    assert train(model, optimizers, range(2, 5)) == train(loaded_model, restored, range(2, 5))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_what_torch_saved_of_our_state_dicts_loads(optimizer: str, tmp_path: Path) -> None:
-    model, every = trained(optimizer)
-    folder = write_dcp(state_of(model, every, step=7, epoch=3), tmp_path / "dcp")
-    made = from_dcp_trusted(folder, tmp_path / "a")
-    assert made.name == "step-000000000007"
-    wanted = save(tmp_path / "b", model, every, step=7, extra={"epoch": 3}).path
-    found = diff(made, wanted)
-    assert kept(found.facts, optimizer) == set()
-    assert not found.values and not found.only_a and not found.only_b
+    model, optimizers = trained(optimizer)
+    folder = write_dcp(state_of(model, optimizers, step=7, epoch=3), tmp_path / "dcp")
+    converted = from_dcp_trusted(folder, tmp_path / "a")
+    assert converted.name == "step-000000000007"
+    wanted = save(tmp_path / "b", model, optimizers, step=7, extra={"epoch": 3}).path
+    difference = diff(converted, wanted)
+    assert kept(difference.facts, optimizer) == set()
+    assert not difference.values and not difference.only_a and not difference.only_b
 
 
 def as_torchrec(state: dict[str, Any]) -> dict[str, Any]:
     """A state dict as TorchRec's optimizers make it: FBGEMM's names, no counts of updates, no param_groups."""
-    found = {}
+    renamed = {}
     for parameter, states in state["optimizer"]["state"].items():
         counts = {f"{table}.step" for table in ("a", "b")}
-        found[parameter] = {
+        renamed[parameter] = {
             key.replace(".momentum2", ".exp_avg_sq"): value for key, value in states.items() if key not in counts
         }
-    return {**state, "optimizer": {"state": found}}
+    return {**state, "optimizer": {"state": renamed}}
 
 
 def test_adam_of_torchrec_needs_its_count_of_updates(tmp_path: Path) -> None:
-    model, every = trained("adam")
-    folder = write_dcp(as_torchrec(state_of(model, every)), tmp_path / "dcp")
+    model, optimizers = trained("adam")
+    folder = write_dcp(as_torchrec(state_of(model, optimizers)), tmp_path / "dcp")
     with pytest.raises(ValueError, match=f"{A}: adam reads how many updates it has made, which TorchRec does not save"):
         from_dcp_trusted(folder, tmp_path / "a")
-    made = from_dcp_trusted(folder, tmp_path / "a", steps=2)
-    assert train(*loaded(made, "adam"), range(2, 5)) == train(model, every, range(2, 5))
+    converted = from_dcp_trusted(folder, tmp_path / "a", steps=2)
+    assert train(*loaded(converted, "adam"), range(2, 5)) == train(model, optimizers, range(2, 5))
 
 
 def test_torchrec_gets_its_own_names_and_nothing_else(tmp_path: Path) -> None:
     source = saved(tmp_path / "a", "adam")
     folder = to_dcp(source, tmp_path / "dcp", names="torchrec")
-    model, every = trained("adam", steps=range(1))
-    state = as_torchrec(state_of(model, every))
+    model, optimizers = trained("adam", steps=range(1))
+    state = as_torchrec(state_of(model, optimizers))
     state_dict_loader.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(), no_dist=True)
     wanted = as_torchrec(state_of(*loaded(source, "adam")))["optimizer"]["state"]
-    found = state["optimizer"]["state"]
-    assert {name: set(states) for name, states in found.items()} == {name: set(one) for name, one in wanted.items()}
-    assert set(found[A]) == {"a.momentum1", "a.exp_avg_sq"}
-    assert all(torch.equal(found[name][key], wanted[name][key]) for name in wanted for key in wanted[name])
+    actual = state["optimizer"]["state"]
+    assert {name: set(states) for name, states in actual.items()} == {name: set(keys) for name, keys in wanted.items()}
+    assert set(actual[A]) == {"a.momentum1", "a.exp_avg_sq"}
+    assert all(torch.equal(actual[name][key], wanted[name][key]) for name in wanted for key in wanted[name])
     assert not (folder / "optimizer.param_groups").exists()
 
 
 def test_a_rule_can_be_said_where_states_do_not_tell(tmp_path: Path) -> None:
     source = saved(tmp_path / "a", "adam")
     folder = to_dcp(source, tmp_path / "dcp")
-    assert {one.rule for one in read_manifest(from_dcp_trusted(folder, tmp_path / "b")).tables.values()} == {"adam"}
-    made = from_dcp_trusted(folder, tmp_path / "b", rules={A: "lamb"})
-    assert [read_manifest(made).tables[name].rule for name in (A, B)] == ["lamb", "adam"]
+    assert {table.rule for table in read_manifest(from_dcp_trusted(folder, tmp_path / "b")).tables.values()} == {"adam"}
+    converted = from_dcp_trusted(folder, tmp_path / "b", rules={A: "lamb"})
+    assert [read_manifest(converted).tables[name].rule for name in (A, B)] == ["lamb", "adam"]
     with pytest.raises(ValueError, match=rf"{A}: the states of adagrad have \[2\] dimensions, those saved \[2, 2\]"):
         from_dcp_trusted(folder, tmp_path / "b", rules="adagrad")
 
@@ -150,8 +150,8 @@ def test_a_rule_can_be_said_where_states_do_not_tell(tmp_path: Path) -> None:
     ids=["prev_iter", "stray tensor", "set", "shape", "step", "no model"],
 )
 def test_what_has_no_counterpart_is_refused_by_name(change: Any, message: str, tmp_path: Path) -> None:
-    model, every = net("rowwise_adagrad")
-    state = state_of(model, every)
+    model, optimizers = net("rowwise_adagrad")
+    state = state_of(model, optimizers)
     change(state)
     folder = write_dcp(state, tmp_path / "dcp")
     with pytest.raises(ValueError, match=message):
@@ -160,11 +160,11 @@ def test_what_has_no_counterpart_is_refused_by_name(change: Any, message: str, t
 
 
 def test_a_model_alone_under_no_key(tmp_path: Path) -> None:
-    model, every = net("sgd")
+    model, optimizers = net("sgd")
     folder = write_dcp(model.state_dict(), tmp_path / "dcp")
-    made = from_dcp_trusted(folder, tmp_path / "a", model=None, optimizer=None, step=1)
-    assert [one.rule for one in read_manifest(made).tables.values()] == [None, None]
-    back = to_dcp(made, tmp_path / "back", model=None, optimizer=None)
+    converted = from_dcp_trusted(folder, tmp_path / "a", model=None, optimizer=None, step=1)
+    assert [table.rule for table in read_manifest(converted).tables.values()] == [None, None]
+    back = to_dcp(converted, tmp_path / "back", model=None, optimizer=None)
     other, _ = trained("adam", steps=range(1))
     state = other.state_dict()
     state_dict_loader.load(state, checkpoint_id=back, no_dist=True)
@@ -172,11 +172,11 @@ def test_a_model_alone_under_no_key(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_never_stepped_has_no_states(tmp_path: Path) -> None:
-    model, every = net("adagrad")
-    made = from_dcp_trusted(write_dcp(state_of(model, every), tmp_path / "dcp"), tmp_path / "a")
-    other, others = net("adagrad")
-    load(made, other, others)
-    assert train(other, others, range(3)) == train(model, every, range(3))
+    model, optimizers = net("adagrad")
+    converted = from_dcp_trusted(write_dcp(state_of(model, optimizers), tmp_path / "dcp"), tmp_path / "a")
+    fresh, fresh_optimizers = net("adagrad")
+    load(converted, fresh, fresh_optimizers)
+    assert train(fresh, fresh_optimizers, range(3)) == train(model, optimizers, range(3))
 
 
 def test_folders_in_the_way_and_folders_without_anything_are_refused(tmp_path: Path) -> None:
@@ -197,49 +197,49 @@ def test_large_pieces_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.M
     folder = to_dcp(source, tmp_path / "dcp")
     back = from_dcp_trusted(folder, tmp_path / "b")
     pieces = read_manifest(back).by_address["table", A, "weight"]
-    assert sorted((one.rows, one.columns) for one in pieces)[:2] == [((0, 4), (0, 4)), ((0, 4), (4, 8))]
+    assert sorted((piece.rows, piece.columns) for piece in pieces)[:2] == [((0, 4), (0, 4)), ((0, 4), (4, 8))]
     assert not diff(source, back).values
 
 
 def test_state_dicts_change_names_in_memory() -> None:
-    model, every = trained("adam")
-    theirs = optimizer_state_to_torchrec(every.state_dict())
-    assert set(theirs) == {"state"} and set(theirs["state"][A]) == {"a.momentum1", "a.exp_avg_sq"}
-    assert set(theirs["state"]["over.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
+    model, optimizers = trained("adam")
+    torchrec_state = optimizer_state_to_torchrec(optimizers.state_dict())
+    assert set(torchrec_state) == {"state"} and set(torchrec_state["state"][A]) == {"a.momentum1", "a.exp_avg_sq"}
+    assert set(torchrec_state["state"]["over.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
     with pytest.raises(ValueError, match="adam reads how many updates it has made"):
-        optimizer_state_from_torchrec(theirs)
-    other, others = net("adam")
-    other.load_state_dict(model.state_dict())
-    others.load_state_dict(optimizer_state_from_torchrec(theirs, steps=2))
-    assert train(other, others, range(2, 5)) == train(model, every, range(2, 5))
+        optimizer_state_from_torchrec(torchrec_state)
+    fresh, fresh_optimizers = net("adam")
+    fresh.load_state_dict(model.state_dict())
+    fresh_optimizers.load_state_dict(optimizer_state_from_torchrec(torchrec_state, steps=2))
+    assert train(fresh, fresh_optimizers, range(2, 5)) == train(model, optimizers, range(2, 5))
 
 
 def save_dcp(folder: str, optimizer: str, plan: str, torchrec: bool) -> list[float]:
     """What a model that was saved by torch, TorchRec's names or ours, goes on to lose."""
-    model, every = trained(optimizer, plan)
-    state_dict_saver.save((as_torchrec if torchrec else dict)(state_of(model, every)), checkpoint_id=folder)
-    return train(model, every, range(2, 4))
+    model, optimizers = trained(optimizer, plan)
+    state_dict_saver.save((as_torchrec if torchrec else dict)(state_of(model, optimizers)), checkpoint_id=folder)
+    return train(model, optimizers, range(2, 4))
 
 
 def load_dcp(folder: str, optimizer: str, plan: str, torchrec: bool) -> list[float]:
-    model, every = trained(optimizer, plan, range(90, 92))
-    state = (as_torchrec if torchrec else dict)(state_of(model, every))
+    model, optimizers = trained(optimizer, plan, range(90, 92))
+    state = (as_torchrec if torchrec else dict)(state_of(model, optimizers))
     # by default torch takes the names of what has no state, on a rank without a shard of some table, for older ones
     planner = DefaultLoadPlanner(flatten_sharded_tensors=not torchrec and optimizer != "sgd")
     state_dict_loader.load(state, checkpoint_id=folder, planner=planner)
     # nothing of the model lies elsewhere than its state dict says
-    held = local_tensors(model.state_dict())
-    assert all(torch.equal(value, held[name]) for name, value in local_tensors(state["model"]).items())
+    model_tensors = local_tensors(model.state_dict())
+    assert all(torch.equal(value, model_tensors[name]) for name, value in local_tensors(state["model"]).items())
     model.load_state_dict(state["model"])
-    own = optimizer_state_from_torchrec(state["optimizer"], steps=2) if torchrec else state["optimizer"]
-    every.load_state_dict(own)
-    return train(model, every, range(2, 4))
+    optimizer_state = optimizer_state_from_torchrec(state["optimizer"], steps=2) if torchrec else state["optimizer"]
+    optimizers.load_state_dict(optimizer_state)
+    return train(model, optimizers, range(2, 4))
 
 
 def go_on_and_save(path: str, folder: str, optimizer: str, plan: str) -> list[float]:
-    model, every = loaded(path, optimizer, plan)
-    save(folder, model, every, step=2)
-    return train(model, every, range(2, 4))
+    model, optimizers = loaded(path, optimizer, plan)
+    save(folder, model, optimizers, step=2)
+    return train(model, optimizers, range(2, 4))
 
 
 @pytest.mark.ranks
@@ -249,13 +249,13 @@ def go_on_and_save(path: str, folder: str, optimizer: str, plan: str) -> list[fl
 )
 def test_a_checkpoint_of_two_ranks_goes_over_and_back(optimizer: str, before: str, after: str, tmp_path: Path) -> None:
     """TorchRec's names and ShardedTensors, by the same code that writes them there."""
-    dcp, mine, back = str(tmp_path / "dcp"), tmp_path / "mine", tmp_path / "back"
+    dcp, resaved, back = str(tmp_path / "dcp"), tmp_path / "mine", tmp_path / "back"
     wanted = run_ranks(2, save_dcp, dcp, optimizer, before, True)
-    made = from_dcp_trusted(dcp, tmp_path / "made", steps=2)
-    assert read_manifest(made).world_size == 2
-    for losses in run_ranks(2, go_on_and_save, str(made), str(mine), optimizer, after):
+    converted = from_dcp_trusted(dcp, tmp_path / "made", steps=2)
+    assert read_manifest(converted).world_size == 2
+    for losses in run_ranks(2, go_on_and_save, str(converted), str(resaved), optimizer, after):
         assert losses == pytest.approx(wanted[0], abs=1e-6)
-    to_dcp(mine, back, names="torchrec")
+    to_dcp(resaved, back, names="torchrec")
     for losses in run_ranks(2, load_dcp, str(back), optimizer, before, True):
         assert losses == pytest.approx(wanted[0], abs=1e-6)
 

@@ -146,10 +146,10 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", MANIFESTS)
-def test_a_malicious_manifest_is_refused(what: str, path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_malicious_manifest_is_refused(case: str, path: Path, tmp_path: Path) -> None:
     """Fault 45."""
-    change, match = MANIFESTS[what]
+    change, match = MANIFESTS[case]
     rewrite(path, change)
     refused(path, f"(?s){MANIFEST}.*{match}")
     assert checkpoint.latest(tmp_path) is None and len(checkpoint.verify(path)) == 1
@@ -168,10 +168,10 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("what", TEXTS)
-def test_a_manifest_that_is_no_json_is_refused(what: str, path: Path) -> None:
+@pytest.mark.parametrize("case", TEXTS)
+def test_a_manifest_that_is_no_json_is_refused(case: str, path: Path) -> None:
     """Fault 45."""
-    text, match = TEXTS[what]
+    text, match = TEXTS[case]
     (path / MANIFEST).write_bytes(text)
     refused(path, f"(?s){MANIFEST}.*({match})")
 
@@ -194,13 +194,13 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(name: str, tmp_path: Path
 def with_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
     """A file whose header is changed, its length with it."""
 
-    def made(data: bytes) -> bytes:
+    def edit(data: bytes) -> bytes:
         size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + size])
         text = change(header) or json.dumps(header).encode()
         return len(text).to_bytes(8, "little") + text + data[8 + size :]
 
-    return made
+    return edit
 
 
 def first(header: dict[str, Any]) -> Any:
@@ -231,10 +231,10 @@ FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", FILES)
-def test_a_malicious_file_is_refused_with_the_right_checksum(what: str, path: Path) -> None:
+@pytest.mark.parametrize("case", FILES)
+def test_a_malicious_file_is_refused_with_the_right_checksum(case: str, path: Path) -> None:
     """Fault 45: an enemy who can write a file can write its checksum."""
-    change, match = FILES[what]
+    change, match = FILES[case]
     (path / FILE).write_bytes(change((path / FILE).read_bytes()))
     seal(path)
     refused(path, f"{FILE}.*{match}")
@@ -306,8 +306,8 @@ def flips_refused(path: Path, name: str, bits: Iterable[int]) -> int:
     model, count = small(), 0
     before = values_of(model)
     for bit in flipped(path / name, bits):
-        found = checkpoint.verify(path)
-        assert found and name in found[0], f"verify does not see bit {bit} of {name}: {found}"
+        errors = checkpoint.verify(path)
+        assert errors and name in errors[0], f"verify does not see bit {bit} of {name}: {errors}"
         with pytest.raises(CheckpointDamaged, match=name):
             checkpoint.load(path, model)
         count += 1
@@ -326,7 +326,7 @@ def test_no_flipped_bit_of_a_file_loads_as_another_state(name: str, tiny: Path) 
 def test_whatever_reads_a_checkpoint_refuses_a_manifest_that_was_changed(tiny: Path, tmp_path: Path) -> None:
     older = Path(shutil.copytree(tiny, tmp_path / "whole" / STEP))
     place = (tiny / MANIFEST).read_bytes().index(b'"epoch": 3') + 9
-    seen = 0
+    refusals = 0
     for _ in flipped(tiny / MANIFEST, (8 * place + bit for bit in range(8))):
         readers: dict[str, Callable[[], object]] = {
             "load": lambda: checkpoint.load(tiny, small()),
@@ -340,7 +340,7 @@ def test_whatever_reads_a_checkpoint_refuses_a_manifest_that_was_changed(tiny: P
         for read in readers.values():
             with pytest.raises(CheckpointDamaged, match=MANIFEST):
                 read()
-            seen += 1
+            refusals += 1
         assert checkpoint.latest(tiny.parent) is None and checkpoint.steps(tiny.parent) == [tiny]
         for command in (["show", str(tiny)], ["verify", str(tiny)], ["diff", str(older), str(tiny)]):
             result = CliRunner().invoke(cli.commands(), ["ckpt", *command])
@@ -348,8 +348,8 @@ def test_whatever_reads_a_checkpoint_refuses_a_manifest_that_was_changed(tiny: P
             assert (
                 result.exit_code == (1 if command[0] == "verify" else 2) and MANIFEST in result.output + result.stderr
             )
-    assert seen == 8 * 7
-    assert {one.name for one in tmp_path.iterdir()} == {STEP, "whole"}
+    assert refusals == 8 * 7
+    assert {entry.name for entry in tmp_path.iterdir()} == {STEP, "whole"}
 
 
 def test_a_folder_is_of_the_step_that_its_manifest_says(tiny: Path) -> None:
@@ -366,7 +366,7 @@ def test_a_folder_is_of_the_step_that_its_manifest_says(tiny: Path) -> None:
 
 
 def test_no_flipped_bit_of_a_folders_name_changes_the_step(written: Path, tmp_path: Path) -> None:
-    model, seen = small(), {"loaded": 0, "refused": 0}
+    model, outcomes = small(), {"loaded": 0, "refused": 0}
     for bit in (bit for bit in range(8 * len(STEP)) if bit % 8 != 7):
         # bit 7 makes it no UTF-8, which safetensors does not open
         name = bytearray(STEP.encode())
@@ -378,13 +378,13 @@ def test_no_flipped_bit_of_a_folders_name_changes_the_step(written: Path, tmp_pa
         assert checkpoint.latest(tmp_path) is None
         try:
             assert checkpoint.load(place, model).step == 1
-            seen["loaded"] += 1
+            outcomes["loaded"] += 1
         except CheckpointDamaged as error:
             assert "its folder of step" in str(error)
-            seen["refused"] += 1
+            outcomes["refused"] += 1
         place.unlink()
     # digits that stay digits
-    assert seen["refused"] > 30 and seen["loaded"] > 60
+    assert outcomes["refused"] > 30 and outcomes["loaded"] > 60
 
 
 def test_a_manifest_from_before_there_were_checksums_loads_and_is_named(tiny: Path, tmp_path: Path) -> None:

@@ -142,24 +142,24 @@ def test_a_model_goes_on_with_its_dense_layers_optimizers_and_schedule(
 ) -> None:
     """Fault 39, another world size on resume. What an asynchronous save stages, later steps do not change."""
     wanted = run_ranks(world, save_net, before, str(tmp_path), asynchronous)
-    found = run_ranks(other_world, load_net, after, str(tmp_path))
-    for losses in found:
+    ranks = run_ranks(other_world, load_net, after, str(tmp_path))
+    for losses in ranks:
         assert losses == pytest.approx(wanted[0], abs=1e-5)
     assert min(abs(a - b) for a, b in zip(wanted[0], wanted[0][1:], strict=False)) > 1e-4
 
 
 def test_a_plain_optimizer_and_a_module_of_one_process_are_saved_too(tmp_path: Path) -> None:
-    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def build_net() -> tuple[nn.Module, torch.optim.Optimizer]:
         net = Net()
         apply_optimizer_in_backward(RowWiseAdagrad, net.ebc.parameters(), {"lr": 0.1, "stochastic_rounding": False})
         dense = [param for _, param in in_backward_optimizer_filter(net.named_parameters())]
         return net, torch.optim.Adam(dense, lr=0.01, betas=(0.8, 0.9))
 
-    net, optimizer = made()
+    net, optimizer = build_net()
     train(net, optimizer, range(2))
     path = checkpoint.save(tmp_path, net, optimizer, step=2).path
     wanted = train(net, optimizer, range(2, 5))
-    other, fresh = made()
+    other, fresh = build_net()
     with torch.no_grad():
         for param in other.parameters():
             param.fill_(0.5)
@@ -179,15 +179,15 @@ def test_whole_tensors_of_ranks_and_of_files_load_into_the_unsharded_model(tmp_p
     wanted = net.state_dict()
     ranks = run_ranks(2, whole_of_ranks)
     path = checkpoint.save(tmp_path, net, step=0).path
-    for found in (*ranks, checkpoint.full_state_dict(path), checkpoint.full_state_dict(str(path))):
-        assert set(found) == set(wanted)
+    for state in (*ranks, checkpoint.full_state_dict(path), checkpoint.full_state_dict(str(path))):
+        assert set(state) == set(wanted)
         assert all(
-            torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in wanted.items()
+            torch.equal(state[name], value) and state[name].dtype == value.dtype for name, value in wanted.items()
         )
         other = Net()
-        other.load_state_dict(found)
+        other.load_state_dict(state)
         bag = nn.EmbeddingBag(9, 8)
-        bag.load_state_dict({"weight": found["ebc.embedding_bags.a.weight"]})
+        bag.load_state_dict({"weight": state["ebc.embedding_bags.a.weight"]})
 
 
 def replicas(folder: str, mean: bool) -> dict[str, Tensor]:
@@ -219,8 +219,8 @@ def replicas(folder: str, mean: bool) -> dict[str, Tensor]:
 def test_of_replicas_of_all_tables_the_first_is_saved_and_all_are_loaded(mean: bool, tmp_path: Path) -> None:
     ranks = run_ranks(4, replicas, str(tmp_path), mean)
     saved = checkpoint.full_state_dict(checkpoint.latest(tmp_path) or "")
-    for found in ranks:
-        assert all(torch.equal(found[name], value) for name, value in saved.items())
+    for state in ranks:
+        assert all(torch.equal(state[name], value) for name, value in saved.items())
 
 
 def bags(folder: str) -> Tensor:
@@ -293,7 +293,7 @@ def cases(count: int) -> list[Case]:
         (before, after, rng.choice(list(OPTIMIZERS)), rng.random() < 0.5)
         for before, after in zip(befores, afters, strict=True)
     ]
-    return [Case(number, *one) for number, one in enumerate(picked[:count])]
+    return [Case(number, *change) for number, change in enumerate(picked[:count])]
 
 
 CASES = cases(60)
@@ -325,16 +325,16 @@ def go_on(case: Case, side: Side, model: Any, steps: range) -> list[list[Tensor]
     return run(case.mix(side), model, steps)
 
 
-def save_all(given: list[Case], folder: str) -> None:
-    for case in given:
+def save_all(cases: list[Case], folder: str) -> None:
+    for case in cases:
         model = model_of(case, case.before)
         go_on(case, case.before, model, range(STEPS[0]))
         checkpoint.save(f"{folder}/{case.number}", model, step=STEPS[0], extra={"case": case.number})
 
 
-def load_all(given: list[Case], folder: str) -> list[list[list[Tensor]]]:
-    found = []
-    for case in given:
+def load_all(cases: list[Case], folder: str) -> list[list[list[Tensor]]]:
+    outputs = []
+    for case in cases:
         path = checkpoint.latest(f"{folder}/{case.number}")
         assert path is not None
         model = model_of(case, case.after, fill=7.0)
@@ -343,8 +343,8 @@ def load_all(given: list[Case], folder: str) -> list[list[list[Tensor]]]:
             group["lr"] = 9.0
         loaded = checkpoint.load(path, model)
         assert (loaded.step, loaded.extra, bool(loaded.report)) == (STEPS[0], {"case": case.number}, False)
-        found.append(go_on(case, case.after, model, range(*STEPS)))
-    return found
+        outputs.append(go_on(case, case.after, model, range(*STEPS)))
+    return outputs
 
 
 @pytest.mark.full
@@ -353,9 +353,9 @@ def test_sixty_changes_of_plan_and_world_size_go_on_bit_for_bit(tmp_path: Path) 
     for world in (1, 2, 4):
         run_ranks(world, save_all, [case for case in CASES if case.before.world == world], str(tmp_path))
     for world in (1, 2, 4):
-        mine = [case for case in CASES if case.after.world == world]
-        ranks = run_ranks(world, load_all, mine, str(tmp_path))
-        for number, case in enumerate(mine):
+        cases = [case for case in CASES if case.after.world == world]
+        ranks = run_ranks(world, load_all, cases, str(tmp_path))
+        for number, case in enumerate(cases):
             outputs = [rank[number] for rank in ranks]
             try:
                 expect_outputs(case.mix(case.after), uninterrupted(case.optimizer, case.pooled), outputs, range(*STEPS))

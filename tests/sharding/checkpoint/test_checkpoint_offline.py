@@ -45,20 +45,20 @@ def flip(file: Path) -> None:
 )
 def test_only_the_plan_changes(optimizer: str, world: int, plan: str | None, tmp_path: Path) -> None:
     source = saved(tmp_path / "a", optimizer)
-    made = reshard(source, tmp_path / "b", world_size=world, plan=plan)
-    assert made == tmp_path / "b" / source.name
-    assert verify(made) == []
-    assert diff(source, made).same_content
-    assert read_manifest(made).world_size == world
+    resharded = reshard(source, tmp_path / "b", world_size=world, plan=plan)
+    assert resharded == tmp_path / "b" / source.name
+    assert verify(resharded) == []
+    assert diff(source, resharded).same_content
+    assert read_manifest(resharded).world_size == world
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_columns_are_cut_where_states_are_of_elements(optimizer: str, tmp_path: Path) -> None:
     source = saved(tmp_path / "a", optimizer)
-    made = reshard(source, tmp_path / "b", world_size=4, plan="column_wise")
-    assert [shard.cols for shard in read_manifest(made).tables[A].shards] == [(0, 2), (2, 4), (4, 6), (6, 8)]
-    assert diff(source, made).same_content
-    back = reshard(made, tmp_path / "c", world_size=1, plan="table_wise")
+    resharded = reshard(source, tmp_path / "b", world_size=4, plan="column_wise")
+    assert [shard.cols for shard in read_manifest(resharded).tables[A].shards] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert diff(source, resharded).same_content
+    back = reshard(resharded, tmp_path / "c", world_size=1, plan="table_wise")
     assert not diff(source, back)
 
 
@@ -73,11 +73,11 @@ def test_numbers_per_row_of_column_blocks_are_not_split_silently(tmp_path: Path)
 
 def test_a_mean_over_columns_is_what_a_load_makes_of_them(tmp_path: Path) -> None:
     source = saved(tmp_path / "a", "rowwise_adagrad", "columns")
-    made = reshard(source, tmp_path / "b", plan="table_wise", resplit="mean")
-    whole, every = net("rowwise_adagrad", "first")
-    load(source, whole, every, resplit="mean")
-    wanted = save(tmp_path / "c", whole, every, step=5, extra=EXTRA).path
-    assert diff(made, wanted).same_content
+    resharded = reshard(source, tmp_path / "b", plan="table_wise", resplit="mean")
+    whole, optimizers = net("rowwise_adagrad", "first")
+    load(source, whole, optimizers, resplit="mean")
+    wanted = save(tmp_path / "c", whole, optimizers, step=5, extra=EXTRA).path
+    assert diff(resharded, wanted).same_content
 
 
 def test_blocks_that_stay_keep_their_numbers_under_other_rows(tmp_path: Path) -> None:
@@ -85,21 +85,21 @@ def test_blocks_that_stay_keep_their_numbers_under_other_rows(tmp_path: Path) ->
     cut = [Shard("a", rank, rows, cols) for rank, (rows, cols) in enumerate(
         (((0, 4), (0, 4)), ((4, 9), (0, 4)), ((0, 7), (4, 8)), ((7, 9), (4, 8)))
     )]  # fmt: skip
-    made = reshard(source, tmp_path / "b", world_size=4, plan={A: cut})
-    assert diff(source, made).same_content
-    assert list(read_manifest(made).tables[A].shards) == cut
+    resharded = reshard(source, tmp_path / "b", world_size=4, plan={A: cut})
+    assert diff(source, resharded).same_content
+    assert list(read_manifest(resharded).tables[A].shards) == cut
 
 
 def test_a_plan_of_whole_tables_gives_each_to_the_rank_that_has_least(tmp_path: Path) -> None:
-    made = reshard(saved(tmp_path / "a", "sgd"), tmp_path / "b", plan="table_wise", world_size=2)
-    tables = read_manifest(made).tables
+    resharded = reshard(saved(tmp_path / "a", "sgd"), tmp_path / "b", plan="table_wise", world_size=2)
+    tables = read_manifest(resharded).tables
     assert sorted(shard.rank for name in (A, B) for shard in tables[name].shards) == [0, 1]
 
 
 def test_tables_that_the_plan_leaves_out_keep_their_cut(tmp_path: Path) -> None:
     source = saved(tmp_path / "a", "adam")
-    made = reshard(source, tmp_path / "b", plan={B: "row_wise"}, world_size=2)
-    tables = read_manifest(made).tables
+    resharded = reshard(source, tmp_path / "b", plan={B: "row_wise"}, world_size=2)
+    tables = read_manifest(resharded).tables
     assert [shard.rows for shard in tables[A].shards] == [(0, 9)]
     assert [shard.rows for shard in tables[B].shards] == [(0, 3), (3, 6)]
 
@@ -107,9 +107,9 @@ def test_tables_that_the_plan_leaves_out_keep_their_cut(tmp_path: Path) -> None:
 def test_a_plan_object_places_tables(tmp_path: Path) -> None:
     source = saved(tmp_path / "a", "adam")
     model, _ = net("adam", "columns")
-    made = reshard(source, tmp_path / "b", plan=model.plan)
-    assert [shard.cols for shard in read_manifest(made).tables[A].shards] == [(0, 4), (4, 8)]
-    assert diff(source, made).same_content
+    resharded = reshard(source, tmp_path / "b", plan=model.plan)
+    assert [shard.cols for shard in read_manifest(resharded).tables[A].shards] == [(0, 4), (4, 8)]
+    assert diff(source, resharded).same_content
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,9 @@ def test_blocks_are_read_and_written_one_by_one(tmp_path: Path, monkeypatch: pyt
 
 
 def save_on_ranks(folder: str, optimizer: str, plan: str) -> list[float]:
-    model, every = trained(optimizer, plan)
-    save(folder, model, every, step=2)
-    return train(model, every, range(2, 5))
+    model, optimizers = trained(optimizer, plan)
+    save(folder, model, optimizers, step=2)
+    return train(model, optimizers, range(2, 5))
 
 
 def load_on_ranks(path: str, optimizer: str, plan: str) -> list[float]:
@@ -177,19 +177,19 @@ def load_on_ranks(path: str, optimizer: str, plan: str) -> list[float]:
 @pytest.mark.parametrize("optimizer, plan", [("rowwise_adagrad", "columns"), ("adam", "rows")])
 def test_training_goes_on_from_a_checkpoint_cut_anew(optimizer: str, plan: str, tmp_path: Path) -> None:
     wanted = run_ranks(2, save_on_ranks, str(tmp_path / "a"), optimizer, plan)
-    made = reshard(tmp_path / "a", tmp_path / "b", world_size=3, plan=None)
-    assert diff(tmp_path / "a", made).same_content
-    for losses in run_ranks(2, load_on_ranks, str(made), optimizer, plan):
+    resharded = reshard(tmp_path / "a", tmp_path / "b", world_size=3, plan=None)
+    assert diff(tmp_path / "a", resharded).same_content
+    for losses in run_ranks(2, load_on_ranks, str(resharded), optimizer, plan):
         assert losses == wanted[0]
 
 
 def test_the_same_training_makes_no_difference_and_another_plan_none_in_content(tmp_path: Path) -> None:
-    found, other = (diff(saved(tmp_path / "a"), saved(tmp_path / plan, plan=plan)) for plan in ("first", "columns"))
-    assert not found and found.same_content
-    assert found.lines() == []
-    assert found == Difference()
-    assert other and other.same_content
-    assert other.plans == {
+    first, second = (diff(saved(tmp_path / "a"), saved(tmp_path / plan, plan=plan)) for plan in ("first", "columns"))
+    assert not first and first.same_content
+    assert first.lines() == []
+    assert first == Difference()
+    assert second and second.same_content
+    assert second.plans == {
         A: (
             "rank 0: rows [0, 9] columns [0, 8]",
             "rank 0: rows [0, 9] columns [0, 4], rank 0: rows [0, 9] columns [4, 8]",
@@ -198,50 +198,50 @@ def test_the_same_training_makes_no_difference_and_another_plan_none_in_content(
 
 
 def test_changed_elements_are_counted_and_measured(tmp_path: Path) -> None:
-    model, every = trained("adam")
-    a = save(tmp_path / "a", model, every, step=5).path
+    model, optimizers = trained("adam")
+    a = save(tmp_path / "a", model, optimizers, step=5).path
     with torch.no_grad():
         model.module.ebc.state_dict()["embedding_bags.a.weight"][3:5, 2] += torch.tensor([0.5, -2.0])
     for group in model.fused_optimizer.param_groups:
         group["lr"] = 0.25
-    found = diff(a, save(tmp_path / "b", model, every, step=6, extra={"epoch": 1}).path)
-    assert set(found.values) == {A}
-    assert found.values[A].different == 2 and found.values[A].elements == 72
-    assert found.values[A].largest == pytest.approx(2.0, abs=1e-6)
-    assert found.facts["step"] == (5, 6)
-    assert found.facts["extra: epoch"] == (None, 1)
-    assert [one["lr"] for one in found.facts[f"{A}: fused param_group"]] == [0.1, 0.25]
-    assert not found.same_content
-    assert f"values: {A} differs in 2 of 72 elements, by up to 2" in found.lines()
+    difference = diff(a, save(tmp_path / "b", model, optimizers, step=6, extra={"epoch": 1}).path)
+    assert set(difference.values) == {A}
+    assert difference.values[A].different == 2 and difference.values[A].elements == 72
+    assert difference.values[A].largest == pytest.approx(2.0, abs=1e-6)
+    assert difference.facts["step"] == (5, 6)
+    assert difference.facts["extra: epoch"] == (None, 1)
+    assert [group["lr"] for group in difference.facts[f"{A}: fused param_group"]] == [0.1, 0.25]
+    assert not difference.same_content
+    assert f"values: {A} differs in 2 of 72 elements, by up to 2" in difference.lines()
 
 
 def test_nan_equals_nan_and_no_number(tmp_path: Path) -> None:
-    model, every = net("sgd")
+    model, optimizers = net("sgd")
     table = model.module.over.weight
     with torch.no_grad():
         table[0, 3] = math.nan
-    a = save(tmp_path / "a", model, every, step=5).path
-    assert not diff(a, save(tmp_path / "b", model, every, step=5).path)
+    a = save(tmp_path / "a", model, optimizers, step=5).path
+    assert not diff(a, save(tmp_path / "b", model, optimizers, step=5).path)
     with torch.no_grad():
         table[0, 4] = math.nan
-    found = diff(a, save(tmp_path / "c", model, every, step=5).path)
-    one = found.values["over.weight"]
-    assert (one.different, one.elements) == (1, 16) and math.isnan(one.largest)
-    assert json.loads(json.dumps(found.as_json(), allow_nan=False))["values"]["over.weight"]["largest"] is None
+    difference = diff(a, save(tmp_path / "c", model, optimizers, step=5).path)
+    values = difference.values["over.weight"]
+    assert (values.different, values.elements) == (1, 16) and math.isnan(values.largest)
+    assert json.loads(json.dumps(difference.as_json(), allow_nan=False))["values"]["over.weight"]["largest"] is None
 
 
 def test_other_tables_states_shapes_and_dtypes_are_named(tmp_path: Path) -> None:
     a, b = saved(tmp_path / "a", "adam"), saved(tmp_path / "b", "rowwise_adagrad")
-    found = diff(a, b)
-    assert found.only_a == [f"{A}: momentum2", f"{B}: momentum2"] and found.only_b == []
-    assert found.shapes[f"{A}: momentum1"] == ([9, 8], [9])
-    assert found.facts[f"{A}: rule"] == ("adam", "rowwise_adagrad")
+    difference = diff(a, b)
+    assert difference.only_a == [f"{A}: momentum2", f"{B}: momentum2"] and difference.only_b == []
+    assert difference.shapes[f"{A}: momentum1"] == ([9, 8], [9])
+    assert difference.facts[f"{A}: rule"] == ("adam", "rowwise_adagrad")
     small = torch.nn.Linear(16, 1, dtype=torch.bfloat16)
     large = torch.nn.Linear(16, 2)
-    c, d = (save(tmp_path / name, one, step=5).path for name, one in (("c", small), ("d", large)))
-    found = diff(c, d)
-    assert found.shapes == {"weight": ([1, 16], [2, 16]), "bias": ([1], [2])}
-    assert found.dtypes == {"weight": ("bfloat16", "float32"), "bias": ("bfloat16", "float32")}
+    c, d = (save(tmp_path / name, module, step=5).path for name, module in (("c", small), ("d", large)))
+    difference = diff(c, d)
+    assert difference.shapes == {"weight": ([1, 16], [2, 16]), "bias": ([1], [2])}
+    assert difference.dtypes == {"weight": ("bfloat16", "float32"), "bias": ("bfloat16", "float32")}
 
 
 def test_numbers_per_row_of_other_column_blocks_differ_in_shape(tmp_path: Path) -> None:
@@ -251,16 +251,16 @@ def test_numbers_per_row_of_other_column_blocks_differ_in_shape(tmp_path: Path) 
 
 def test_whole_numbers_and_truth_are_compared_too(tmp_path: Path) -> None:
     def module(count: int, on: bool) -> torch.nn.Module:
-        found = torch.nn.Module()
-        found.register_buffer("count", torch.tensor([2**62 + count, 3]))
-        found.register_buffer("on", torch.tensor(on))
-        return found
+        container = torch.nn.Module()
+        container.register_buffer("count", torch.tensor([2**62 + count, 3]))
+        container.register_buffer("on", torch.tensor(on))
+        return container
 
     a, b = (save(tmp_path / name, module(n, bool(n)), step=5).path for n, name in enumerate("ab"))
-    found = diff(a, b)
+    difference = diff(a, b)
     # float64 has no numbers between these two
-    assert found.values["count"] == Values(1, 2, 1.0)
-    assert found.values["on"] == Values(1, 1, 1.0)
+    assert difference.values["count"] == Values(1, 2, 1.0)
+    assert difference.values["on"] == Values(1, 1, 1.0)
 
 
 @pytest.mark.parametrize("plan", ["first", "columns"])
@@ -300,7 +300,7 @@ def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDamaged, match="rank-00000.safetensors has 100 bytes"):
         export(path, target)
     assert target.read_text() == "before"
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["a", "model.safetensors"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "model.safetensors"]
 
 
 def run(*arguments: str | Path) -> Any:
@@ -316,10 +316,10 @@ def json_of(*arguments: str | Path) -> Any:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two steps of one training."""
-    model, every = net("rowwise_adagrad", "columns")
+    model, optimizers = net("rowwise_adagrad", "columns")
     for step in (5, 12):
-        train(model, every, range(step, step + 2))
-        save(tmp_path / "run", model, every, step=step, extra={"epoch": step})
+        train(model, optimizers, range(step, step + 2))
+        save(tmp_path / "run", model, optimizers, step=step, extra={"epoch": step})
     return tmp_path / "run"
 
 
@@ -343,11 +343,11 @@ def test_of_a_folder_the_newest_good_one_is_taken_and_named(folder: Path) -> Non
 
 
 def test_show_as_json_has_the_manifest(folder: Path) -> None:
-    found = json_of("show", folder)
+    shown = json_of("show", folder)
     manifest = read_manifest(folder / "step-000000000012")
-    assert (found["step"], found["world_size"], found["extra"]) == (12, 1, {"epoch": 12})
-    assert found["versions"] == dict(manifest.versions)
-    assert found["tables"][A] == {
+    assert (shown["step"], shown["world_size"], shown["extra"]) == (12, 1, {"epoch": 12})
+    assert shown["versions"] == dict(manifest.versions)
+    assert shown["tables"][A] == {
         "rows": 9, "dim": 8, "dtype": "float32", "optimizer": "rowwise_adagrad", "updates": 4, "states": ["momentum1"],
         "bytes": 4 * (9 * 8 + 2 * 9),
         "shards": [
@@ -355,8 +355,8 @@ def test_show_as_json_has_the_manifest(folder: Path) -> None:
             {"rank": 0, "rows": [0, 9], "columns": [4, 8], "replica": False},
         ],
     }  # fmt: skip
-    assert found["dense"]["over.weight"] == {"shape": [1, 16], "dtype": "float32"}
-    assert found["files"] == {one.name: one.bytes for one in manifest.files}
+    assert shown["dense"]["over.weight"] == {"shape": [1, 16], "dtype": "float32"}
+    assert shown["files"] == {file.name: file.bytes for file in manifest.files}
 
 
 def test_verify_reads_every_step_and_names_what_is_wrong(folder: Path) -> None:
@@ -370,8 +370,8 @@ def test_verify_reads_every_step_and_names_what_is_wrong(folder: Path) -> None:
     assert [line.split(" has ")[0] for line in result.stdout.splitlines()] == [
         f"{folder}/step-000000000005: good", str(bad),
     ]  # fmt: skip
-    found = json_of("verify", folder)
-    assert [one["good"] for one in found.values()] == [True, False]
+    report = json_of("verify", folder)
+    assert [entry["good"] for entry in report.values()] == [True, False]
     assert run("verify", folder / "step-000000000005").exit_code == 0
 
 
@@ -381,9 +381,9 @@ def test_diff_ends_with_status_1_where_there_is_a_difference(folder: Path) -> No
     assert (same.exit_code, same.stdout) == (0, "no difference\n")
     assert other.exit_code == 1
     assert other.stdout.splitlines() == diff(a, b).lines()
-    found = json_of("diff", a, b)
-    assert found["same"] is False and found["facts"]["step"] == [5, 12]
-    assert found["values"][A]["elements"] == 72
+    difference = json_of("diff", a, b)
+    assert difference["same"] is False and difference["facts"]["step"] == [5, 12]
+    assert difference["values"][A]["elements"] == 72
 
 
 def test_reshard_prints_where_it_is_and_any_plan_passes_over_it(folder: Path, tmp_path: Path) -> None:
@@ -392,10 +392,10 @@ def test_reshard_prints_where_it_is_and_any_plan_passes_over_it(folder: Path, tm
     assert refused.exit_code == 2 and refused.stderr.startswith(f"Error: {A}: momentum1 is a number a row of each")
     result = run("reshard", a, tmp_path / "cut", "--world-size", "3")
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path}/cut/step-000000000005\n")
-    made = Path(result.stdout.strip())
-    assert read_manifest(made).world_size == 3
-    assert run("diff", a, made).exit_code == 1
-    passed = run("diff", a, made, "--any-plan")
+    resharded = Path(result.stdout.strip())
+    assert read_manifest(resharded).world_size == 3
+    assert run("diff", a, resharded).exit_code == 1
+    passed = run("diff", a, resharded, "--any-plan")
     assert passed.exit_code == 0 and passed.stdout.endswith("a model loads the same from both\n")
     mean = json_of("reshard", a, tmp_path / "mean", "--plan", "row_wise", "--resplit", "mean")
     assert read_manifest(mean["path"]).tables[A].shards[0].cols == (0, 8)
@@ -428,5 +428,5 @@ def test_a_manifest_that_is_none_is_one_line(folder: Path) -> None:
 
 def test_the_module_runs_it(folder: Path) -> None:
     command = [sys.executable, "-m", "shardwise", "ckpt", "show", str(folder), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert json.loads(done.stdout)["step"] == 12
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(process.stdout)["step"] == 12

@@ -84,10 +84,10 @@ CASES: dict[str, tuple[Mix, Report, dict[str, str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", CASES)
-def test_a_difference_is_reported_exactly_and_refused_unless_a_policy_allows_it(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_difference_is_reported_exactly_and_refused_unless_a_policy_allows_it(case: str, tmp_path: Path) -> None:
     """Fault 44."""
-    mix, wanted, allowed = CASES[what]
+    mix, wanted, allowed = CASES[case]
     path, model = saved(tmp_path), build(mix, "adam")
     before = values_of(model)
     with pytest.raises(CheckpointMismatch) as raised:
@@ -107,14 +107,14 @@ def test_a_difference_is_reported_exactly_and_refused_unless_a_policy_allows_it(
 Values = dict[str, torch.Tensor]
 
 
-def expect_loaded(theirs: Values, before: Values, after: Values) -> None:
+def expect_loaded(saved_values: Values, before: Values, after: Values) -> None:
     """What both have is loaded, row by row; the rest is as it was."""
     for name, value in after.items():
         if name.endswith("step state"):
             continue
-        rows = min(len(value), len(theirs[name])) if name in theirs else 0
+        rows = min(len(value), len(saved_values[name])) if name in saved_values else 0
         if rows:
-            assert torch.equal(value[:rows], theirs[name][:rows].to(value.dtype)), name
+            assert torch.equal(value[:rows], saved_values[name][:rows].to(value.dtype)), name
         assert torch.equal(value[rows:], before[name][rows:]), name
 
 
@@ -153,7 +153,7 @@ def test_states_of_another_rule_are_other_states(tmp_path: Path) -> None:
     path, model = saved(tmp_path, "adam"), build(MIX, "rowwise_adagrad")
     report = mismatch(path, model)
     assert report.missing == [f"{name}: rowwise_adagrad momentum1" for name in (T0, T1, T2)]
-    assert sorted(report.unexpected) == sorted(one for name in (T0, T1, T2) for one in states(name))
+    assert sorted(report.unexpected) == sorted(state for name in (T0, T1, T2) for state in states(name))
     checkpoint.load(path, model, policy=LoadPolicy(missing="keep", unexpected="skip"))
     assert torch.equal(model.state_dict()[T0], trained().state_dict()[T0])
 
@@ -205,7 +205,7 @@ def strips(folder: str, cols: list[tuple[int, int]], resplit: str | None, steps:
     """A table cut by columns whose rows have a number in each block, after some steps or loaded."""
     mix = Mix((replace(MIX.tables[0], options=TableOptions("ordered", "shard")),))
     module = build(mix, "rowwise_adagrad")
-    shards = [Shard("t0", number % 2, (0, 40), one) for number, one in enumerate(cols)]
+    shards = [Shard("t0", number % 2, (0, 40), block) for number, block in enumerate(cols)]
     model = ShardedEmbeddingBagCollection(
         module, shards, environment(), torch.device("cpu"), default_optimizer=(torch.optim.SGD, {"lr": 0.01}),
         options={"t0": TableOptions("ordered", "shard")},
@@ -231,25 +231,25 @@ def test_states_per_row_of_other_column_blocks_need_a_rule(tmp_path: Path) -> No
     """DESIGN section 4: raise, or the mean over columns by name."""
     mix = Mix((replace(MIX.tables[0], options=TableOptions("ordered", "shard")),))
     halves = run_ranks(2, strips, str(tmp_path), [(0, 4), (4, 8)], None, 2)
-    had = torch.cat([torch.stack(list(views.values())) for _, views in halves])
+    saved_states = torch.cat([torch.stack(list(views.values())) for _, views in halves])
     alone = train_strips(mix, "rowwise_adagrad", 2, mix.tables[0], [(0, 4), (4, 8)])
-    assert torch.equal(had.t(), alone.states["t0/momentum1"])
+    assert torch.equal(saved_states.t(), alone.states["t0/momentum1"])
     for cols, resplit in (([(0, 2), (2, 8)], None), ([(0, 8)], None)):
         for text, _ in run_ranks(2, strips, str(tmp_path), cols, resplit, 0):
             assert "t0.weight: rowwise_adagrad momentum1 is one number for each row of columns" in text
             assert "resplit='mean'" in text
-    found: dict[str, torch.Tensor] = {}
+    loaded_states: dict[str, torch.Tensor] = {}
     for _, views in run_ranks(2, strips, str(tmp_path), [(0, 2), (2, 8)], "mean", 0):
-        found.update(views)
-    assert torch.equal(found["(0, 2)"], had[0])
-    assert torch.allclose(found["(2, 8)"], had[0] / 3 + had[1] * 2 / 3)
+        loaded_states.update(views)
+    assert torch.equal(loaded_states["(0, 2)"], saved_states[0])
+    assert torch.allclose(loaded_states["(2, 8)"], saved_states[0] / 3 + saved_states[1] * 2 / 3)
 
 
 def test_tables_of_one_group_that_counted_otherwise_are_refused(tmp_path: Path) -> None:
     """Adam corrects by the number of updates, and a group of tables has one number."""
     tables = [EmbeddingBagConfig(4, 8, name, feature_names=[name]) for name in ("a", "b")]
 
-    def made(rates: tuple[float, float]) -> EmbeddingBagCollection:
+    def collection(rates: tuple[float, float]) -> EmbeddingBagCollection:
         ebc = EmbeddingBagCollection(tables)
         for name, lr in zip(("a", "b"), rates, strict=True):
             apply_optimizer_in_backward(
@@ -257,9 +257,9 @@ def test_tables_of_one_group_that_counted_otherwise_are_refused(tmp_path: Path) 
             )
         return ebc
 
-    apart = made((0.1, 0.2))
+    apart = collection((0.1, 0.2))
     for number, group in enumerate(apart.fused_optimizer().groups):
         group.step.fill_(number)
     path = checkpoint.save(tmp_path, apart, step=1).path
     with pytest.raises(ValueError, match=r"have seen different numbers of updates, \[0, 1\]"):
-        checkpoint.load(path, made((0.1, 0.1)))
+        checkpoint.load(path, collection((0.1, 0.1)))

@@ -54,11 +54,11 @@ def test_the_library_reads_what_is_written_in_its_own_dtype(
     # not contiguous
     net.register_buffer("b", torch.arange(12.0).view(3, 4).t())
     path = checkpoint.save(tmp_path, net, step=3).path
-    found = safetensors.torch.load_file(path / FILE)
-    assert set(found) == {"dense/a/weight", "dense/b/weight"}
+    tensors = safetensors.torch.load_file(path / FILE)
+    assert set(tensors) == {"dense/a/weight", "dense/b/weight"}
     for name, value in net.named_buffers():
-        one = found[f"dense/{name}/weight"]
-        assert one.dtype == value.dtype and torch.equal(one, value)
+        tensor = tensors[f"dense/{name}/weight"]
+        assert tensor.dtype == value.dtype and torch.equal(tensor, value)
     assert checkpoint.verify(path) == []
 
 
@@ -72,18 +72,18 @@ def wide() -> EmbeddingBagCollection:
 
 def test_no_more_than_a_block_of_a_tensor_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes of the largest piece that is written, hashed or read at a time."""
-    block, held = 64 * 1024, {"write": 0, "read": 0, "pieces": 0}
+    block, largest = 64 * 1024, {"write": 0, "read": 0, "pieces": 0}
     monkeypatch.setattr(files, "BLOCK_BYTES", block)
     write_all, read = files.write_all, files.TensorFiles.read
 
     def counted_write(file: Any, data: Any) -> int:
-        held["write"] = max(held["write"], memoryview(data).nbytes)
+        largest["write"] = max(largest["write"], memoryview(data).nbytes)
         return write_all(file, data)
 
     def counted_read(self: Any, stored: Any, box: Any) -> Tensor:
-        found = read(self, stored, box)
-        held["read"], held["pieces"] = max(held["read"], found.nbytes), held["pieces"] + 1
-        return found
+        tensor = read(self, stored, box)
+        largest["read"], largest["pieces"] = max(largest["read"], tensor.nbytes), largest["pieces"] + 1
+        return tensor
 
     monkeypatch.setattr(files, "write_all", counted_write)
     monkeypatch.setattr(files.TensorFiles, "read", counted_read)
@@ -91,9 +91,9 @@ def test_no_more_than_a_block_of_a_tensor_is_held(tmp_path: Path, monkeypatch: p
     path = checkpoint.save(tmp_path, model, step=1).path
     checkpoint.load(path, other)
     assert same(values_of(other), values_of(model))
-    assert held["write"] <= block and held["read"] <= block
+    assert largest["write"] <= block and largest["read"] <= block
     # 16 blocks of rows, and one of the state, which is read twice
-    assert held["pieces"] == 16 + 2
+    assert largest["pieces"] == 16 + 2
 
 
 def names(folder: Path) -> list[str]:
@@ -128,10 +128,10 @@ def test_a_step_that_is_saved_again_replaces_the_old_one_once_it_is_whole(tmp_pa
 
 
 def nested(levels: int) -> list[Any]:
-    found: list[Any] = []
+    value: list[Any] = []
     for _ in range(levels - 1):
-        found = [found]
-    return found
+        value = [value]
+    return value
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_the_manifest_says_what_is_where(tmp_path: Path) -> None:
     assert (manifest.step, manifest.extra, manifest.world_size) == (3, {"epoch": 1}, 1)
     assert (table.table, table.rows, table.dim, table.rule, table.steps) == ("t0", 40, 8, "adam", 2)
     assert json.loads((path / "manifest.json").read_text())["format"] == 2
-    assert {one.state for one in manifest.tensors} == {"weight", "momentum1", "momentum2"}
+    assert {tensor.state for tensor in manifest.tensors} == {"weight", "momentum1", "momentum2"}
     assert [group["lr"] for group in manifest.fused] == [0.05]
 
 
@@ -231,9 +231,9 @@ def test_a_rank_killed_in_a_save_ends_its_peers_by_name(rank: int, asynchronous:
     """Fault 35: within the deadline, and without a collective: the asynchronous save has none to notice by."""
     ranks = lone_ranks(2, save_failing, str(tmp_path), rank, "killed", asynchronous, deadline=100.0)
     assert ranks[rank].killed
-    for number, said in enumerate(ranks):
+    for number, outcome in enumerate(ranks):
         if number != rank:
-            kind, text, unchanged, _ = said.value or pytest.fail(f"{said}")
+            kind, text, unchanged, _ = outcome.value or pytest.fail(f"{outcome}")
             assert (kind, unchanged) == ("RankFailure", True)
             assert re.match(rf"rank {rank} died in the save of .*step-0+2; older checkpoints are untouched", text)
     newest = checkpoint.latest(tmp_path)
@@ -286,12 +286,12 @@ def test_a_failure_in_the_background_is_raised_by_wait_once_or_by_the_next_save(
     model = trained()
     with monkeypatch.context() as patched:
         patched.setattr(files, "write_all", full)
-        told, untold = (checkpoint.save(tmp_path / name, model, step=1, asynchronous=True) for name in ("a", "b"))
+        waited, unwaited = (checkpoint.save(tmp_path / name, model, step=1, asynchronous=True) for name in ("a", "b"))
         with pytest.raises(OSError, match="No space left"):
-            told.wait()
-        told.wait()
-        assert told.done()
-        while not untold.done():
+            waited.wait()
+        waited.wait()
+        assert waited.done()
+        while not unwaited.done():
             time.sleep(0.01)
     checkpoint.save(tmp_path / "a", model, step=2)
     with pytest.raises(OSError, match="No space left"):
@@ -307,9 +307,9 @@ def test_what_a_save_in_the_background_writes_is_what_was_there_when_it_began(
 ) -> None:
     model, go, write_all = trained(), threading.Event(), files.write_all
 
-    def late(*given: Any) -> int:
+    def late(*arguments: Any) -> int:
         assert go.wait(30.0)
-        return write_all(*given)
+        return write_all(*arguments)
 
     monkeypatch.setattr(files, "write_all", late)
     wanted = values_of(model)
@@ -389,7 +389,7 @@ def test_ten_kills_at_random_points_of_saves_lose_nothing(tmp_path: Path) -> Non
     """Fault 40, a sample; the script says what is looked at, and runs a hundred by itself."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", checkpoint_kills.__name__, "--kills", "10"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert process.returncode == 0, process.stderr
     # gloo of torch 2.9 talks as well
-    assert re.search(r"^1\d kills in \d+ rounds, \d+ steps reached, nothing lost", done.stdout, re.MULTILINE)
+    assert re.search(r"^1\d kills in \d+ rounds, \d+ steps reached, nothing lost", process.stdout, re.MULTILINE)

@@ -52,8 +52,8 @@ def socket_at(path: Path) -> None:
     # the name of a socket has room for 108 bytes, and relative ones are short
     here = os.getcwd()
     os.chdir(path.parent)
-    with closing(socket.socket(socket.AF_UNIX)) as one:
-        one.bind(path.name)
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(path.name)
     os.chdir(here)
 
 
@@ -76,9 +76,9 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
 def put(kind: str, path: Path) -> str:
     """Put it where a file was, if any; what an error says of it."""
     path.unlink(missing_ok=True)
-    make, said = KINDS[kind]
+    make, message = KINDS[kind]
     make(path)
-    return said
+    return message
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +93,15 @@ def test_a_checkpoint_with_something_in_the_place_of_a_file_is_refused(
 ) -> None:
     """A FIFO in the place of a manifest stopped `latest`, `verify` and `load` for ever."""
     path = Path(shutil.copytree(written, tmp_path / written.name))
-    said = put(kind, path / name)
-    found = checkpoint.verify(path)
-    assert len(found) == 1
-    with pytest.raises(CheckpointDamaged, match=f"{name}.*({said})"):
+    message = put(kind, path / name)
+    errors = checkpoint.verify(path)
+    assert len(errors) == 1
+    with pytest.raises(CheckpointDamaged, match=f"{name}.*({message})"):
         checkpoint.load(path, build(MIX, "adam"))
     assert checkpoint.latest(tmp_path) is None and checkpoint.steps(tmp_path) == [path]
     for read in (checkpoint.full_state_dict, checkpoint.read_manifest):
         if name == MANIFEST or read is checkpoint.full_state_dict:
-            with pytest.raises(CheckpointDamaged, match=f"{name}.*({said})"):
+            with pytest.raises(CheckpointDamaged, match=f"{name}.*({message})"):
                 read(path)
     for command in ("show", "verify", "export"):
         result = CliRunner().invoke(
@@ -112,8 +112,8 @@ def test_a_checkpoint_with_something_in_the_place_of_a_file_is_refused(
         assert result.exit_code == (0 if (command, name) == ("show", FILE) else bad)
         assert result.exit_code == 0 or name in result.output + result.stderr
     # a save clears it away as it does what is cut off
-    again = checkpoint.save(tmp_path, build(MIX, "adam"), step=1).path
-    assert checkpoint.steps(tmp_path) == [again] and checkpoint.verify(again) == []
+    resaved = checkpoint.save(tmp_path, build(MIX, "adam"), step=1).path
+    assert checkpoint.steps(tmp_path) == [resaved] and checkpoint.verify(resaved) == []
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device", "link to itself"])
@@ -150,11 +150,11 @@ def test_an_exported_model_with_something_in_the_place_of_a_file_is_refused(
     kind: str, name: str, tmp_path: Path
 ) -> None:
     model_folder(tmp_path / "model")
-    said = put(kind, tmp_path / "model" / name)
-    with pytest.raises(ModelDamaged, match=f"{name}.*({said})"):
+    message = put(kind, tmp_path / "model" / name)
+    with pytest.raises(ModelDamaged, match=f"{name}.*({message})"):
         load_program(tmp_path / "model")
     if name != "program.pt2":
-        with pytest.raises(ModelDamaged, match=f"{name}.*({said})"):
+        with pytest.raises(ModelDamaged, match=f"{name}.*({message})"):
             read_tables(tmp_path / "model")
 
 
@@ -174,8 +174,8 @@ READERS: dict[str, Callable[[Path], object]] = {
 def test_a_file_that_a_user_names_is_a_regular_one(kind: str, reader: str, tmp_path: Path) -> None:
     if (kind, reader) == ("huge", "Criteo"):
         pytest.skip("logs of clicks are large, and read a line at a time")
-    said = put(kind, tmp_path / "named.json")
-    with pytest.raises((OSError, ValueError), match=said):
+    message = put(kind, tmp_path / "named.json")
+    with pytest.raises((OSError, ValueError), match=message):
         READERS[reader](tmp_path / "named.json")
 
 
@@ -236,7 +236,7 @@ def test_no_flipped_bit_of_model_json_reads_as_another_model(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"format": "shardwise-plan", "plan": {"": {}, "": {}}}', "key '' is there twice"),
         ("[" * 100_000, "nested too deeply"),
@@ -244,15 +244,15 @@ def test_no_flipped_bit_of_model_json_reads_as_another_model(tmp_path: Path) -> 
         ("\ufeff{}", "BOM"),
     ],
 )
-def test_json_that_no_writer_of_ours_writes_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_json_that_no_writer_of_ours_writes_is_refused(text: str, message: str, tmp_path: Path) -> None:
     """Of a table that stood twice in a plan's file the first was lost without a word."""
     (tmp_path / "named.json").write_text(text)
     for reader in ("plan", "plan of the planner", "tables", "constraints", "constants", "tuned configs"):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             READERS[reader](tmp_path / "named.json")
     model_folder(tmp_path / "model")
     (tmp_path / "model" / "model.json").write_text(text)
-    with pytest.raises(ModelDamaged, match=said):
+    with pytest.raises(ModelDamaged, match=message):
         read_facts(tmp_path / "model")
 
 
@@ -260,5 +260,5 @@ def test_an_infinite_number_in_a_plan_is_still_read(tmp_path: Path) -> None:
     """Python writes Infinity, and what a planner says about its bound may be that."""
     plan = {"format": "shardwise-plan", "version": 1, "plan": {}, "about": {"predicted": {"bound_ms": float("inf")}}}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    said: Any = read_plan(tmp_path / "plan.json")
-    assert said["about"]["predicted"]["bound_ms"] == float("inf")
+    loaded_plan: Any = read_plan(tmp_path / "plan.json")
+    assert loaded_plan["about"]["predicted"]["bound_ms"] == float("inf")

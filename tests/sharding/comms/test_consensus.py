@@ -53,15 +53,15 @@ def decided(fail: Exception | None, value: object, codec: str, leader: int) -> l
         return value
 
     try:
-        made = value_or_error(
-            Exchange(dist.group.WORLD), leader, decide, encode=lambda one: json.dumps(one).encode(), decode=json.loads,
-            errors=CODECS[codec],
+        agreed = value_or_error(
+            Exchange(dist.group.WORLD), leader, decide, encode=lambda value: json.dumps(value).encode(),
+            decode=json.loads, errors=CODECS[codec],
         )  # fmt: skip
     except Exception as error:
         return [type(error).__name__, str(error), getattr(error, "code", None), str(error.__cause__), is_agreed(error)]
     finally:
         assert called == ([leader] if dist.get_rank() == leader else [])
-    return [made]
+    return [agreed]
 
 
 @pytest.mark.parametrize("leader", [0, 1])
@@ -86,23 +86,23 @@ def test_what_one_rank_returns_all_have(leader: int) -> None:
 def test_what_one_rank_raises_all_raise(
     fail: Exception | None, value: object, kind: str, text: str, code: int | None
 ) -> None:
-    own, other = run_ranks(2, decided, fail, value, "errors", 0)
-    assert own[0] == (type(fail) if fail is not None else TypeError).__name__ and own[-1]
-    assert other[:3] == [kind, text, code] and other[-1]
-    assert other[3].startswith("rank 0 failed: ")
+    raiser, peer = run_ranks(2, decided, fail, value, "errors", 0)
+    assert raiser[0] == (type(fail) if fail is not None else TypeError).__name__ and raiser[-1]
+    assert peer[:3] == [kind, text, code] and peer[-1]
+    assert peer[3].startswith("rank 0 failed: ")
 
 
 def test_an_error_may_name_its_rank_and_be_the_same_on_all() -> None:
     for ranks in (2, 3):
-        found = run_ranks(ranks, decided, UnicodeError("bad text"), 0, "naming", 1)
-        assert [one[:2] for one in found] == [["ValueError", "rank 1: bad text"]] * ranks
+        errors = run_ranks(ranks, decided, UnicodeError("bad text"), 0, "naming", 1)
+        assert [error[:2] for error in errors] == [["ValueError", "rank 1: bad text"]] * ranks
 
 
 class Odd(Exception):
     """Cannot be made again: its constructor takes two arguments."""
 
-    def __init__(self, one: str, two: str) -> None:
-        super().__init__(f"{one} {two}")
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
 
 
 @pytest.mark.parametrize(

@@ -177,20 +177,20 @@ CASES: dict[str, tuple[Made, Made, str]] = {
 
 def disagree() -> list[str]:
     """What this rank says to each of CASES; all ranks raised, so a good collection after it works."""
-    found = []
+    errors = []
     for of_first, of_second, _ in CASES.values():
-        found.append(error_of(of_second if dist.get_rank() else of_first))
+        errors.append(error_of(of_second if dist.get_rank() else of_first))
         cut(*ROWS)(batch_of(Mix((TABLE,), batches=(3,)), dist.get_rank())).values().sum().backward()
     DistributedModelParallel(Net())
-    return found
+    return errors
 
 
 def test_38_ranks_say_in_what_they_differ() -> None:
     """Fault 38: plans, configs, library versions or key order differ: refused at start, with both values."""
-    for found in run_ranks(2, disagree, timeout=120.0):
-        for (name, (_, _, said)), text in zip(CASES.items(), found, strict=True):
+    for errors in run_ranks(2, disagree, timeout=120.0):
+        for (name, (_, _, message)), text in zip(CASES.items(), errors, strict=True):
             # the rules that there are come after
-            assert text.split("; these do: ")[0] == said, name
+            assert text.split("; these do: ")[0] == message, name
 
 
 def test_ranks_that_agree_stand_together() -> None:
@@ -199,9 +199,9 @@ def test_ranks_that_agree_stand_together() -> None:
 
 
 def test_no_more_than_four_differences_are_listed() -> None:
-    found = differences([{str(n): "a" for n in range(9)}, {str(n): "b" * 500 for n in range(9)}])
-    assert found.endswith("; and 5 more")
-    assert len(found) < 1000
+    text = differences([{str(n): "a" for n in range(9)}, {str(n): "b" * 500 for n in range(9)}])
+    assert text.endswith("; and 5 more")
+    assert len(text) < 1000
 
 
 def construct_alone() -> None:
@@ -223,7 +223,7 @@ def test_a_rank_that_constructs_nothing_is_waited_for_no_longer_than_timeout_s()
 def test_a_timeout_that_is_none_is_refused(timeout_s: float) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        said = error_of(DistributedModelParallel, Net(), timeout_s=timeout_s)
+        text = error_of(DistributedModelParallel, Net(), timeout_s=timeout_s)
     finally:
         dist.destroy_process_group()
-    assert said.startswith("ValueError") and "timeout_s must be positive" in said
+    assert text.startswith("ValueError") and "timeout_s must be positive" in text

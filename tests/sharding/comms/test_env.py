@@ -49,9 +49,9 @@ def batch_of(rank: int) -> KeyedJaggedTensor:
 
 def on_mesh() -> list[Tensor]:
     outputs = []
-    made = ShardingEnv.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local")))
-    assert (made.world_size, made.rank, made.local_world_size) == (4, dist.get_rank(), 2)
-    for env in (made, ShardingEnv.from_process_group(made.process_group, local_world_size=2)):  # type: ignore[arg-type]
+    mesh_env = ShardingEnv.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local")))
+    assert (mesh_env.world_size, mesh_env.rank, mesh_env.local_world_size) == (4, dist.get_rank(), 2)
+    for env in (mesh_env, ShardingEnv.from_process_group(mesh_env.process_group, local_world_size=2)):  # type: ignore[arg-type]
         sharded = shard(bags(), WHERE, env, "cpu")
         assert isinstance(sharded, ShardedEmbeddingBagCollection)
         assert sharded._routes.has_host_sums
@@ -103,9 +103,9 @@ def hosts_inside(inter_host: bool) -> tuple[Tensor, list[int]]:
 
 @pytest.mark.parametrize("inter_host", [False, True])
 def test_a_sharding_group_has_hosts(inter_host: bool) -> None:
-    for rank, (found, host) in enumerate(run_ranks(WORLD, hosts_inside, inter_host)):
+    for rank, (output, host) in enumerate(run_ranks(WORLD, hosts_inside, inter_host)):
         assert host == ([0, 1] if rank < 2 else [2, 3])
-        assert (found - bags()(batch_of(rank)).values()).abs().max() <= 1e-6
+        assert (output - bags()(batch_of(rank)).values()).abs().max() <= 1e-6
 
 
 def means() -> tuple[list[Tensor], int]:
@@ -116,9 +116,9 @@ def means() -> tuple[list[Tensor], int]:
         torch.full((2, 3), float(rank)), matrix.t() * rank, torch.full((5,), 60000.0 + 32 * rank, dtype=torch.float16),
         torch.empty(0), torch.tensor([1.5 * rank], dtype=torch.float64),
     ]  # fmt: skip
-    again = copy.deepcopy(tensors)
+    copies = copy.deepcopy(tensors)
     exchange.mean(tensors)
-    Exchange(None).mean(again)
+    Exchange(None).mean(copies)
     return tensors, exchange.calls
 
 

@@ -41,17 +41,17 @@ def blocks_and_rows(seed: int) -> tuple[bool, float, float, int]:
         return [numbers((seed + 3 * source + 5 * target) % 7, source), numbers(source * target % 3, target)]
 
     sizes_of = [sum(t.shape[0] for t in block(r, rank)) for r in range(world)]
-    mine = [torch.cat(block(rank, r)) for r in range(world)]
-    pending = exchange.all_to_all(torch.cat(mine), list(map(len, mine)), sizes_of, what="ids")
+    blocks = [torch.cat(block(rank, r)) for r in range(world)]
+    pending = exchange.all_to_all(torch.cat(blocks), list(map(len, blocks)), sizes_of, what="ids")
     received = torch.split(pending.wait(), sizes_of)
     same = all(torch.equal(torch.cat(block(r, rank)), received[r]) for r in range(world))
 
     generator = torch.Generator().manual_seed(seed * 10 + rank)
     sizes = [[(seed * s + 2 * t + s) % 5 for t in range(world)] for s in range(world)]
-    sent, theirs = sizes[rank], [sizes[r][rank] for r in range(world)]
-    rows, gradients = (torch.randn(sum(n), generator=generator) for n in (sent, theirs))
-    forth = exchange.rows(rows, sent, theirs).wait()
-    back = exchange.rows_transpose(gradients, theirs, sent).wait()
+    sent_sizes, received_sizes = sizes[rank], [sizes[r][rank] for r in range(world)]
+    rows, gradients = (torch.randn(sum(n), generator=generator) for n in (sent_sizes, received_sizes))
+    forth = exchange.rows(rows, sent_sizes, received_sizes).wait()
+    back = exchange.rows_transpose(gradients, received_sizes, sent_sizes).wait()
     return same, float(torch.dot(forth, gradients)), float(torch.dot(rows, back)), exchange.calls
 
 
@@ -63,7 +63,7 @@ def test_blocks_arrive_and_rows_transpose_is_the_adjoint_of_rows(world: int) -> 
         # one rank exchanges nothing
         assert all(same and calls == (3 if world > 1 else 0) for same, _, _, calls in ranks)
         # <rows(x), y> over all ranks is <x, rows_transpose(y)>
-        assert sum(one for _, one, _, _ in ranks) == pytest.approx(sum(other for _, _, other, _ in ranks), abs=1e-5)
+        assert sum(dot for _, dot, _, _ in ranks) == pytest.approx(sum(dot for _, _, dot, _ in ranks), abs=1e-5)
 
 
 def lend_and_settle() -> list[int]:
@@ -73,11 +73,11 @@ def lend_and_settle() -> list[int]:
     sizes = [2] * exchange.world_size
     exchange.rows(values, sizes, sizes).wait()
     exchange.broadcast(values)
-    held = sum(tensor.untyped_storage().nbytes() for tensor in _aliases)
+    held_bytes = sum(tensor.untyped_storage().nbytes() for tensor in _aliases)
     assert settle()
     # a finished collective reaches nothing of ours, and ours are intact
     assert torch.equal(values, torch.arange(2.0 * exchange.world_size))
-    return [held, len(in_use())]
+    return [held_bytes, len(in_use())]
 
 
 def leave_without_waiting() -> tuple[bool, int]:
@@ -102,17 +102,17 @@ def test_the_backend_has_let_go_of_every_tensor_once_settled(world: int) -> None
 
 
 def test_a_process_does_not_exit_while_the_backend_holds_a_tensor_of_its_last_collective() -> None:
-    mine = torch.arange(4.0)
-    pending = Pending(mine, Exchange(None), lambda *tensors, **_: None)
+    values = torch.arange(4.0)
+    pending = Pending(values, Exchange(None), lambda *tensors, **_: None)
     (alias,) = pending._aliases
-    assert alias.data_ptr() == mine.data_ptr()
-    held = alias[:2]  # refers to it from C++, as a thread of gloo does
+    assert alias.data_ptr() == values.data_ptr()
+    view = alias[:2]  # refers to it from C++, as a thread of gloo does
     pending.wait()
     assert alias.numel() == 0
     assert not settle(0.01)
-    del held
+    del view
     assert settle(0.01)
-    assert mine.tolist() == [0, 1, 2, 3]
+    assert values.tolist() == [0, 1, 2, 3]
 
 
 # the fingerprint of a plan, a backward that trains tables, no gradients of weights
@@ -192,9 +192,9 @@ def test_the_text_of_a_failure_travels_as_it_is(text: str) -> None:
     ],
 )
 def test_a_failure_keeps_its_type_and_names_its_rank(failure: Exception, kind: type[Exception], text: str) -> None:
-    heard = Heard([row_of(0), row_of(0, status=1)], b"e" + STEP_ERRORS.encode(failure))
+    exchange = Heard([row_of(0), row_of(0, status=1)], b"e" + STEP_ERRORS.encode(failure))
     with pytest.raises(Exception) as raised:
-        received(heard, [[0]] * 2)
+        received(exchange, [[0]] * 2)
     assert type(raised.value) is kind
     assert raised.value.args == (text,)
 
@@ -233,9 +233,9 @@ def worlds(draw: st.DrawFn) -> tuple[list[list[Shard]], Bags]:
 
 def kjt_of(bags: list[list[list[int]]], dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
     """Weights tell the ids apart."""
-    count = sum(len(bag) for one in bags for bag in one)
+    count = sum(len(bag) for samples in bags for bag in samples)
     weights = torch.arange(count, dtype=torch.float32)
-    return keyed({f"f{n}": one for n, one in enumerate(bags)}, weights=weights, dtype=dtype)
+    return keyed({f"f{n}": samples for n, samples in enumerate(bags)}, weights=weights, dtype=dtype)
 
 
 def routes_of(plans: list[list[Shard]], world: int, **more: Any) -> Routes:
@@ -253,7 +253,7 @@ def test_ids_arrive_in_the_order_of_one_process(
     plans, bags = drawn
     world = len(bags)
     routes = routes_of(plans, world, pooled=pooled, weighted=True)
-    kjts = [kjt_of(one) for one in bags]
+    kjts = [kjt_of(rank_bags) for rank_bags in bags]
     sending = Sending(routes, [f"f{n}" for n in range(len(plans))], update, CPU)
     sent = [routed_step(kjt, routes, sending, kjt.weights()) for kjt in kjts]
     for rank in range(world):
@@ -264,8 +264,8 @@ def test_ids_arrive_in_the_order_of_one_process(
             for slot in group.slots:
                 low, high = group.shards[slot.shard].rows
                 for source, kjt in zip(bags, kjts, strict=True):
-                    given = iter(kjt[f"f{slot.lookup}"].weights().tolist())
-                    bags_of = [[(i - low, next(given)) for i in bag] for bag in source[slot.lookup]]
+                    id_weights = iter(kjt[f"f{slot.lookup}"].weights().tolist())
+                    bags_of = [[(i - low, next(id_weights)) for i in bag] for bag in source[slot.lookup]]
                     kept = [[(i, w) for i, w in bag if 0 <= i < high - low] for bag in bags_of]
                     ids += [i for bag in kept for i, _ in bag]
                     weights += [w for bag in kept for _, w in bag]
@@ -279,11 +279,11 @@ def test_ids_arrive_in_the_order_of_one_process(
         slots = [sum(lengths[a * samples : b * samples]) for a, b in pairwise(first_slot)]
         assert [b - a for a, b in pairwise(step.first_id)] == slots
         # what each id is given goes back to its source, stream by stream
-        came = torch.cat([blocks_of(other)[rank][: other.ids_to[rank]] for other in sent])
+        arrived = torch.cat([blocks_of(sender)[rank][: sender.ids_to[rank]] for sender in sent])
         step.returned_from = step.ids_from
         back, sizes = pack_weight_gradients(step, [step.received_ids + 1.0])
         # once from each slot that looks it up
-        assert sizes == step.ids_from and bool(((back % (came + 1) == 0) & (back > 0)).all())
+        assert sizes == step.ids_from and bool(((back % (arrived + 1) == 0) & (back > 0)).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -325,8 +325,8 @@ def bytes_of_rank_one() -> tuple[bytes, object]:
         return broadcast(tensor, *args, **kwargs)
 
     with patch.object(dist, "broadcast", noted):
-        got = Exchange(dist.group.WORLD).value(b"of %d" % dist.get_rank(), 1, torch.device("cuda", 1))
-    return got, by
+        value = Exchange(dist.group.WORLD).value(b"of %d" % dist.get_rank(), 1, torch.device("cuda", 1))
+    return value, by
 
 
 @pytest.mark.ranks
@@ -344,7 +344,7 @@ def test_a_rank_may_have_no_bytes_to_give() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backends", "given", "bound", "current", "local", "by"),
+    ("backends", "device", "bound", "current", "local", "by"),
     [
         ("cpu:gloo,cuda:nccl", "cuda:2", None, 0, None, "cpu"),
         ("cuda:nccl", "cuda:2", None, 0, None, "cuda:2"),
@@ -358,7 +358,7 @@ def test_a_rank_may_have_no_bytes_to_give() -> None:
     ],
 )
 def test_nccl_carries_bytes_by_the_own_device_of_a_rank(
-    monkeypatch: pytest.MonkeyPatch, backends: str, given: str | None, bound: str | None, current: int,
+    monkeypatch: pytest.MonkeyPatch, backends: str, device: str | None, bound: str | None, current: int,
     local: str | None, by: str,
 ) -> None:  # fmt: skip
     group: Any = Mock(bound_device_id=None if bound is None else torch.device(bound))
@@ -369,4 +369,4 @@ def test_nccl_carries_bytes_by_the_own_device_of_a_rank(
         monkeypatch.delenv("LOCAL_RANK", raising=False)
     else:
         monkeypatch.setenv("LOCAL_RANK", local)
-    assert _device_of_objects(group, None if given is None else torch.device(given)) == torch.device(by)
+    assert _device_of_objects(group, None if device is None else torch.device(device)) == torch.device(by)

@@ -54,23 +54,23 @@ def fail(
     return [group.said() for group in groups]
 
 
-def require_named(found: list[Said], rank: int) -> None:
+def require_named(outcomes: list[Said], rank: int) -> None:
     """All ranks but this one raised RankFailure and name it."""
-    for other, said in enumerate(found):
-        if other != rank:
-            assert (said.error, said.ranks) == ("RankFailure", (rank,)), said
-            assert f"rank {rank} " in said.text
-            assert f"Rank {other} was " in said.text
+    for peer, outcome in enumerate(outcomes):
+        if peer != rank:
+            assert (outcome.error, outcome.ranks) == ("RankFailure", (rank,)), outcome
+            assert f"rank {rank} " in outcome.text
+            assert f"Rank {peer} was " in outcome.text
 
 
 @pytest.mark.full
 @PLACES
 def test_a_killed_rank_ends_its_peers(places: tuple[str, ...]) -> None:
     """Fault 34: a rank killed in forward, backward or input exchange left the others waiting for half an hour."""
-    for found in fail(*(Fault(place, "kill") for place in places)):
-        assert found[1].killed
-        require_named(found, 1)
-        assert "rank 1 ended, or does not answer" in found[0].text
+    for outcomes in fail(*(Fault(place, "kill") for place in places)):
+        assert outcomes[1].killed
+        require_named(outcomes, 1)
+        assert "rank 1 ended, or does not answer" in outcomes[0].text
 
 
 @pytest.mark.full
@@ -83,34 +83,34 @@ def test_a_rank_that_ends_or_stands_still_before_it_told_its_error_is_named() ->
 @pytest.mark.full
 def test_a_killed_rank_ends_all_of_four() -> None:
     places = ("look up", "backward", "before the last all-reduce")
-    for found in fail(*(Fault(place, "kill", rank=2) for place in places), world_size=4):
-        require_named(found, 2)
+    for outcomes in fail(*(Fault(place, "kill", rank=2) for place in places), world_size=4):
+        require_named(outcomes, 2)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 @PLACES
 def test_an_exception_of_one_rank_is_told_to_all(places: tuple[str, ...], world_size: int) -> None:
-    for found in fail(*(Fault(place, "raise") for place in places), world_size=world_size):
-        assert (found[1].error, found[1].text) == ("ZeroDivisionError", "the loader's seventh batch")
-        require_named(found, 1)
-        for said in (found[0], *found[2:]):
-            assert "rank 1 failed " in said.text
-            assert "ZeroDivisionError: the loader's seventh batch" in said.text
+    for outcomes in fail(*(Fault(place, "raise") for place in places), world_size=world_size):
+        assert (outcomes[1].error, outcomes[1].text) == ("ZeroDivisionError", "the loader's seventh batch")
+        require_named(outcomes, 1)
+        for outcome in (outcomes[0], *outcomes[2:]):
+            assert "rank 1 failed " in outcome.text
+            assert "ZeroDivisionError: the loader's seventh batch" in outcome.text
 
 
 def test_memory_that_runs_out_on_one_rank_is_told() -> None:
     """Out of memory in a lookup: the tables of all ranks are as before the step, on the failing rank too."""
-    (found,) = fail(Fault("look up", "memory"))
-    assert (found[1].error, found[1].text) == ("OutOfMemoryError", "tried to allocate 40.00 GiB")
-    require_named(found, 1)
-    assert "OutOfMemoryError: tried to allocate 40.00 GiB" in found[0].text
+    (outcomes,) = fail(Fault("look up", "memory"))
+    assert (outcomes[1].error, outcomes[1].text) == ("OutOfMemoryError", "tried to allocate 40.00 GiB")
+    require_named(outcomes, 1)
+    assert "OutOfMemoryError: tried to allocate 40.00 GiB" in outcomes[0].text
 
 
 def test_ctrl_c_on_one_rank_ends_the_others() -> None:
-    for found in fail(Fault("look up", "interrupt"), Fault("loss", "interrupt")):
-        assert found[1].error == "KeyboardInterrupt"
-        require_named(found, 1)
-        assert "KeyboardInterrupt" in found[0].text
+    for outcomes in fail(Fault("look up", "interrupt"), Fault("loss", "interrupt")):
+        assert outcomes[1].error == "KeyboardInterrupt"
+        require_named(outcomes, 1)
+        assert "KeyboardInterrupt" in outcomes[0].text
 
 
 def interrupted() -> float:
@@ -139,40 +139,40 @@ def test_ctrl_c_on_a_rank_that_waits_for_another_is_served() -> None:
 @pytest.mark.full
 def test_a_rank_that_stands_still_is_named_after_timeout_s() -> None:
     """SIGSTOP: its connections stay open, so nothing but time tells."""
-    for found in fail(Fault("input exchange", "stop"), Fault("backward", "stop"), timeout_s=6):
-        assert found[1].hung
-        require_named(found, 1)
-        assert "(timeout_s)" in found[0].text
+    for outcomes in fail(Fault("input exchange", "stop"), Fault("backward", "stop"), timeout_s=6):
+        assert outcomes[1].hung
+        require_named(outcomes, 1)
+        assert "(timeout_s)" in outcomes[0].text
 
 
 @pytest.mark.full
 def test_a_rank_that_is_late_is_named_with_what_it_does() -> None:
-    (found,) = fail(Fault("loss", "sleep"), timeout_s=4)
-    for said in found:
-        assert (said.error, said.ranks) == ("RankFailure", (1,))
-    assert "rank 1 did not come: it is in its own code after the exchange of rows of 'tables'" in found[0].text
-    assert "I waited for 4 s (timeout_s)" in found[0].text
+    (outcomes,) = fail(Fault("loss", "sleep"), timeout_s=4)
+    for outcome in outcomes:
+        assert (outcome.error, outcome.ranks) == ("RankFailure", (1,))
+    assert "rank 1 did not come: it is in its own code after the exchange of rows of 'tables'" in outcomes[0].text
+    assert "I waited for 4 s (timeout_s)" in outcomes[0].text
 
 
 @pytest.mark.full
 def test_a_rank_that_takes_the_store_with_it_is_named() -> None:
     """Without a launcher the store of the process group is kept by rank 0, which may be the one that fails."""
     faults = (Fault("backward", action, rank=0) for action in ("raise", "kill", "stop"))
-    for found in fail(*faults, timeout_s=6, store="tcp"):
-        require_named(found, 0)
+    for outcomes in fail(*faults, timeout_s=6, store="tcp"):
+        require_named(outcomes, 0)
 
 
 @pytest.mark.full
 def test_tables_in_the_backward_and_the_forward_tell_without_a_block() -> None:
     faults = (Fault(place, action) for place in ("look up", "backward") for action in ("raise", "kill"))
-    for found in fail(*faults, watched=False):
-        require_named(found, 1)
+    for outcomes in fail(*faults, watched=False):
+        require_named(outcomes, 1)
 
 
 def timeouts() -> list[timedelta]:
     def of_group() -> timedelta:
-        found: timedelta = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
-        return found
+        value: timedelta = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
+        return value
 
     before = of_group()
     try:
@@ -183,22 +183,22 @@ def timeouts() -> list[timedelta]:
 
 
 def test_the_options_of_the_process_group_stay_as_they_are() -> None:
-    for said in lone_ranks(2, timeouts):
-        assert said.value == [timedelta(minutes=30)] * 2
+    for outcome in lone_ranks(2, timeouts):
+        assert outcome.value == [timedelta(minutes=30)] * 2
 
 
-def survive(place: str, again: str) -> tuple[list[Tensor], list[Tensor]]:
+def survive(place: str, store_path: str) -> tuple[list[Tensor], list[Tensor]]:
     """Parameters after a failure, and of a new group that goes on from there."""
     fault = Fault(place, "raise")
     model = build(fault)
     with suppress(RankFailure, ZeroDivisionError):
         train(fault, model=model)
-    left = [param.detach().clone() for param in model.parameters()]
+    params = [param.detach().clone() for param in model.parameters()]
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{again}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size)
     train(Fault("nowhere", "raise"), steps=2)
-    return left, two_steps()
+    return params, two_steps()
 
 
 def two_steps() -> list[Tensor]:
@@ -210,10 +210,10 @@ def two_steps() -> list[Tensor]:
 def test_nothing_is_lost_and_a_new_group_goes_on(tmp_path: Path) -> None:
     """The failure came in the third step: parameters of all ranks are those of two."""
     groups = [start_lone_ranks(2, survive, place, str(tmp_path / place)) for place in ("look up", "backward")]
-    for said in (said for group in groups for said in group.said()):
-        left, expected = said.value
-        for one, other in zip(left, expected, strict=True):
-            assert torch.equal(one, other)
+    for outcome in (outcome for group in groups for outcome in group.said()):
+        params, expected = outcome.value
+        for param, expected_param in zip(params, expected, strict=True):
+            assert torch.equal(param, expected_param)
 
 
 def agreed_errors() -> list[str]:
@@ -221,7 +221,7 @@ def agreed_errors() -> list[str]:
     model = build(Fault("nowhere", "raise"))
     bad, good = features_of(0, 0), features_of(1, dist.get_rank())
     bad = KeyedJaggedTensor(bad.keys(), bad.values() + 100 * dist.get_rank(), lengths=bad.lengths())
-    found = []
+    errors = []
     for _ in range(2):
         with model.watched(), suppress(IndexError):
             model(bad)
@@ -229,15 +229,15 @@ def agreed_errors() -> list[str]:
             with model.watched():
                 model(bad)
         except IndexError as error:
-            found.append(str(error))
+            errors.append(str(error))
         model(good).backward()
-    return found
+    return errors
 
 
 def test_4_a_bad_id_is_no_failure_and_the_group_goes_on() -> None:
     """Fault 4: one bad id on one rank only: all raise in that step, and train on after it."""
-    for said in lone_ranks(2, agreed_errors):
-        assert [text.split(":")[0] for text in said.value] == ["rank 1", "rank 1"]
+    for outcome in lone_ranks(2, agreed_errors):
+        assert [text.split(":")[0] for text in outcome.value] == ["rank 1", "rank 1"]
 
 
 def exhausted() -> int:
@@ -256,7 +256,7 @@ def exhausted() -> int:
 
 
 def test_the_end_of_the_data_is_no_failure() -> None:
-    assert [said.value for said in lone_ranks(2, exhausted)] == [2, 2]
+    assert [outcome.value for outcome in lone_ranks(2, exhausted)] == [2, 2]
 
 
 def copies() -> list[bool]:
@@ -277,4 +277,4 @@ def copies() -> list[bool]:
 
 
 def test_a_watch_ends_with_its_process_group_and_hinders_neither_copies_nor_forks() -> None:
-    assert [said.value for said in lone_ranks(2, copies)] == [[True] * 3] * 2
+    assert [outcome.value for outcome in lone_ranks(2, copies)] == [[True] * 3] * 2

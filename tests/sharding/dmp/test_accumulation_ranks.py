@@ -63,70 +63,70 @@ def parts(mix: Mix, rank: int, world: int, number: int) -> tuple[Any, list[Tenso
     whole = batch_of(mix, number)
     begin, end = span_of(mix, rank, world)
     upstream = rows_of_rank(mix, whole, upstream_of(mix, whole, number), begin, end)
-    return samples_of(whole, begin, end), [given * world for given in upstream]
+    return samples_of(whole, begin, end), [gradient * world for gradient in upstream]
 
 
 def wait_for_steps(mix: Mix, module: Any, optimizer: Any, rank: int, world: int, count: Any) -> Waited:
-    found = Waited({}, {}, [], [])
+    record = Waited({}, {}, [], [])
     optimizer.accumulate_gradients()
     for step in STEPS:
         for number in step:
             batch, upstream = parts(mix, rank, world, number)
             backward(by_lookup(mix, module(batch)), upstream)
         before = count()
-        found.norms.append([optimizer.gradient_norm(p).item() for p in NORMS])
-        found.collectives.append(count() - before)
+        record.norms.append([optimizer.gradient_norm(p).item() for p in NORMS])
+        record.collectives.append(count() - before)
         optimizer.step()
-    return found
+    return record
 
 
 @cache
 def alone(mix: Mix, rule: str) -> Waited:
     with patch.dict(sharding_mixes.OPTIMIZERS, RULES):
         module = build(mix, rule)
-    found = wait_for_steps(mix, module, module.fused_optimizer(), 0, 1, int)
+    record = wait_for_steps(mix, module, module.fused_optimizer(), 0, 1, int)
     names = [table.name for table in mix.tables]
-    found.weights = {name: module.state_dict()[f"{module._children_name}.{name}.weight"].clone() for name in names}
-    found.states = states_of(module)
-    return found
+    record.weights = {name: module.state_dict()[f"{module._children_name}.{name}.weight"].clone() for name in names}
+    record.states = states_of(module)
+    return record
 
 
 def on_ranks(mixes: Sequence[Mix], rule: str) -> list[Waited]:
     """Each mix with micro-batches that wait."""
-    env, found = environment(), []
+    env, records = environment(), []
     for mix in mixes:
         with patch.dict(sharding_mixes.OPTIMIZERS, RULES):
             model = shard(mix, build(mix, rule), env)
-        one = wait_for_steps(
+        record = wait_for_steps(
             mix, model, model.fused_optimizer, env.rank, env.world_size, lambda model=model: model.collectives
         )
-        one.weights, one.states = held(model)
-        found.append(one)
-    return found
+        record.weights, record.states = held(model)
+        records.append(record)
+    return records
 
 
 def assert_like_one_process(mix: Mix, ranks: Sequence[Waited], expected: Waited) -> None:
     tables = {table.name: table for table in mix.tables}
-    for one in ranks:
+    for record in ranks:
         # not to a tolerance: a factor that differs in its last bit lets ranks drift apart
-        assert one.norms == ranks[0].norms
-        assert one.collectives == [len(NORMS) if len(ranks) > 1 else 0] * len(STEPS)
-        for norms, wanted in zip(one.norms, expected.norms, strict=True):
-            assert norms == pytest.approx(wanted, rel=1e-5)
-        for key, value in one.weights.items():
+        assert record.norms == ranks[0].norms
+        assert record.collectives == [len(NORMS) if len(ranks) > 1 else 0] * len(STEPS)
+        for norms, expected_norms in zip(record.norms, expected.norms, strict=True):
+            assert norms == pytest.approx(expected_norms, rel=1e-5)
+        for key, value in record.weights.items():
             name, rows, cols = address(key)
             whole = expected.weights[name]
             bound = TOLERANCE[tables[name].dtype] * float(whole.abs().max())
             torch.testing.assert_close(value.float(), whole[rows, cols].float(), rtol=0, atol=bound, msg=key)
-        for key, value in one.states.items():
+        for key, value in record.states.items():
             place, state = key.rsplit("/", 1)
             name, rows, cols = address(place)
             whole = expected.states.get(f"{name}/{state}")
             # shards without rows are never updated
             if whole is None or rows.start == rows.stop:
                 continue
-            mine = whole if state == "step" else whole[rows] if value.dim() == 1 else whole[rows, cols]
-            torch.testing.assert_close(value.view_as(mine), mine, rtol=1e-4, atol=1e-5, msg=key)
+            part = whole if state == "step" else whole[rows] if value.dim() == 1 else whole[rows, cols]
+            torch.testing.assert_close(value.view_as(part), part, rtol=1e-4, atol=1e-5, msg=key)
 
 
 # per-shard numbers are those of another model
@@ -148,16 +148,16 @@ RANDOM = [mix_of(seed, pooled=seed % 2 == 0, row_states=("table",)) for seed in 
 )
 @pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.full) for n in (1, 2)), 4])
 def test_every_strategy_gives_what_one_process_gives(world: int, mixes: list[Mix], rule: str) -> None:
-    found = run_ranks(world, on_ranks, mixes, rule, timeout=120.0)
+    ranks = run_ranks(world, on_ranks, mixes, rule, timeout=120.0)
     for n, mix in enumerate(mixes):
-        assert_like_one_process(mix, [one[n] for one in found], alone(mix, rule))
+        assert_like_one_process(mix, [records[n] for records in ranks], alone(mix, rule))
 
 
 def same_bits(mixes: Sequence[Mix], rule: str) -> list[list[str]]:
     """For each mix what differs between an update in the backward and one that waited for a step."""
     env, different = environment(), []
     for mix in mixes:
-        found = []
+        tensors = []
         for waits in (False, True):
             with patch.dict(sharding_mixes.OPTIMIZERS, RULES):
                 model = shard(mix, build(mix, rule), env)
@@ -167,8 +167,8 @@ def same_bits(mixes: Sequence[Mix], rule: str) -> list[list[str]]:
                 backward(by_lookup(mix, model(batch)), upstream)
                 model.fused_optimizer.step()
             weights, states = held(model)
-            found.append({**weights, **states})
-        different.append([name for name, value in found[0].items() if not torch.equal(value, found[1][name])])
+            tensors.append({**weights, **states})
+        different.append([name for name, value in tensors[0].items() if not torch.equal(value, tensors[1][name])])
     return different
 
 
@@ -177,8 +177,8 @@ def same_bits(mixes: Sequence[Mix], rule: str) -> list[list[str]]:
 def test_one_micro_batch_a_step_changes_the_bits_that_no_waiting_changes(rule: str) -> None:
     mixes = [mix_for(strategy, pooled=pooled) for strategy in STRATEGIES for pooled in (True, False)]
     mixes += [mix_of(seed, pooled=seed % 2 == 0) for seed in range(100, 106)]
-    for found in run_ranks(2, same_bits, mixes, rule, timeout=120.0):
-        assert found == [[]] * len(mixes)
+    for differences in run_ranks(2, same_bits, mixes, rule, timeout=120.0):
+        assert differences == [[]] * len(mixes)
 
 
 def refusals() -> tuple[str, bool, bool]:
@@ -189,7 +189,7 @@ def refusals() -> tuple[str, bool, bool]:
     optimizer.accumulate_gradients()
     batch, upstream = parts(mix, env.rank, env.world_size, 0)
     backward(by_lookup(mix, model(batch)), upstream)
-    shards = [one for table in mix.tables for one in sharding_mixes.shards_of(table, env.world_size, 2)]
+    shards = [shard for table in mix.tables for shard in sharding_mixes.shards_of(table, env.world_size, 2)]
     moved = [sharding_mixes.Shard(s.table, 1 - s.rank, s.rows, s.cols) for s in shards]
     before = held(model)[0]
     text = ""

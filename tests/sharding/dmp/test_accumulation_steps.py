@@ -102,8 +102,8 @@ def batch_of(number: int, begin: int = 0, end: int = SAMPLES) -> Batch:
 
 def micro_batch(number: int, rank: int, world: int) -> Batch:
     """A rank's samples."""
-    each = SAMPLES // world
-    return batch_of(number, rank * each, (rank + 1) * each)
+    per_rank = SAMPLES // world
+    return batch_of(number, rank * per_rank, (rank + 1) * per_rank)
 
 
 def one_batch(numbers: Any) -> Batch:
@@ -150,15 +150,15 @@ def fused_of(model: nn.Module) -> Any:
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """Weights; those of cut tables on rank 0 only."""
-    found = {}
+    state = {}
     for name, value in model.state_dict().items():
         if hasattr(value, "metadata"):
             out = torch.empty(value.metadata().size) if dist.get_rank() == 0 else None
             value.gather(0, out)
             value = out  # noqa: PLW2901
         if value is not None:
-            found[name] = value.detach().clone()
-    return found
+            state[name] = value.detach().clone()
+    return state
 
 
 def ranks_of(world: int) -> tuple[int, int]:
@@ -181,7 +181,7 @@ def by_loop(world: int, steps: list[list[int]]) -> dict[str, Tensor]:
     return whole(model)
 
 
-def by_wrapper(world: int, epochs: list[int], combined: bool, told: bool, warmup: int) -> dict[str, Tensor]:
+def by_wrapper(world: int, epochs: list[int], combined: bool, marks_last: bool, warmup: int) -> dict[str, Tensor]:
     """The wrapper, three micro-batches a step, over epochs of so many micro-batches."""
     (rank, _), (model, dense) = ranks_of(world), sharded(world)
     optimizer: Any = CombinedOptimizer([fused_of(model), dense]) if combined and world > 1 else dense
@@ -193,8 +193,8 @@ def by_wrapper(world: int, epochs: list[int], combined: bool, told: bool, warmup
     for length in epochs:
         batches = iter([micro_batch(number, rank, world) for number in range(first, first + length)])
         for n in range(length):
-            wrapped.progress(batches, is_last_batch=told and n == length - 1)
-        if not told:
+            wrapped.progress(batches, is_last_batch=marks_last and n == length - 1)
+        if not marks_last:
             with pytest.raises(StopIteration):
                 wrapped.progress(batches)
         first += length
@@ -223,7 +223,7 @@ def test_a_loop_that_accumulates_takes_the_steps_of_whole_batches(world: int) ->
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
-    ("epochs", "combined", "told", "warmup", "steps"),
+    ("epochs", "combined", "marks_last", "warmup", "steps"),
     [
         ([6], True, False, 1, [[0, 1, 2], [3, 4, 5]]),
         # also where the optimizer that it steps knows nothing of the tables
@@ -234,10 +234,10 @@ def test_a_loop_that_accumulates_takes_the_steps_of_whole_batches(world: int) ->
     ],
 )
 def test_a_pipeline_that_accumulates_takes_the_steps_of_whole_batches(
-    world: int, epochs: list[int], combined: bool, told: bool, warmup: int, steps: list[list[int]]
+    world: int, epochs: list[int], combined: bool, marks_last: bool, warmup: int, steps: list[list[int]]
 ) -> None:
     """TorchRec steps with gradients that nobody reduced, so that ranks drift apart, and its next step is short."""
-    assert_like(on_ranks(world, by_wrapper, epochs, combined, told, warmup), alone(steps, 3))
+    assert_like(on_ranks(world, by_wrapper, epochs, combined, marks_last, warmup), alone(steps, 3))
 
 
 def drifts(world: int) -> list[Tensor]:
@@ -253,8 +253,8 @@ def drifts(world: int) -> list[Tensor]:
 
 @pytest.mark.ranks
 def test_dense_layers_are_the_same_on_all_ranks_after_a_short_step() -> None:
-    one, other = run_ranks(2, drifts, 2)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+    first, second = run_ranks(2, drifts, 2)
+    assert all(torch.equal(param, peer_param) for param, peer_param in zip(first, second, strict=True))
 
 
 def test_a_step_that_never_came_is_told_at_the_next_micro_batch() -> None:
@@ -460,11 +460,11 @@ def test_ranks_cut_by_the_norm_of_the_whole_model(
     places: str, clipping: GradientClipping, norm_type: float, limit: float
 ) -> None:
     expected, norms = torch_run(clipping, limit, norm_type)
-    found = run_ranks(2, sharded_run, places, clipping, limit, norm_type)
-    assert_like(found[0][1], expected)
+    ranks = run_ranks(2, sharded_run, places, clipping, limit, norm_type)
+    assert_like(ranks[0][1], expected)
     if clipping is NORM:
         # the same bits everywhere
-        first, second = ([norm.item() for norm in of_rank] for of_rank, _ in found)
+        first, second = ([norm.item() for norm in of_rank] for of_rank, _ in ranks)
         assert first == second
         assert first == pytest.approx(norms, rel=1e-4)
 
@@ -488,7 +488,7 @@ def replicated_run() -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.ranks
 def test_replicas_of_sharded_tables_cut_by_one_factor() -> None:
     """Each group of ranks has gradients of its own; factors of their own would let dense layers drift apart."""
-    found = run_ranks(4, replicated_run)
-    for norms, dense in found[1:]:
-        assert norms == found[0][0]
-        assert all(torch.equal(value, found[0][1][name]) for name, value in dense.items())
+    ranks = run_ranks(4, replicated_run)
+    for norms, dense in ranks[1:]:
+        assert norms == ranks[0][0]
+        assert all(torch.equal(value, ranks[0][1][name]) for name, value in dense.items())

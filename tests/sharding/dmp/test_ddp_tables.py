@@ -47,8 +47,8 @@ class Model(nn.Module):
         self.pooled, self.over = pooled, nn.Linear(4, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        found = self.tables(features)
-        return self.over(found.values() if self.pooled else found["f"].values())  # type: ignore[no-any-return]
+        embeddings = self.tables(features)
+        return self.over(embeddings.values() if self.pooled else embeddings["f"].values())  # type: ignore[no-any-return]
 
 
 def batch(of: int) -> KeyedJaggedTensor:
@@ -60,11 +60,11 @@ def trained(pooled: bool, ranks: int) -> list[torch.Tensor]:
     model = Model(pooled)
     wrapped = DistributedDataParallel(model) if ranks == 1 else model
     optimizer = torch.optim.Adagrad(wrapped.parameters(), lr=0.1)
-    mine = [dist.get_rank()] if ranks == 1 else list(range(ranks))
+    batch_ranks = [dist.get_rank()] if ranks == 1 else list(range(ranks))
     for step in range(3):
         optimizer.zero_grad()
-        loss = sum(wrapped(batch(10 * step + rank)).pow(2).sum() for rank in mine)
-        (loss / len(mine)).backward()  # type: ignore[union-attr]
+        loss = sum(wrapped(batch(10 * step + rank)).pow(2).sum() for rank in batch_ranks)
+        (loss / len(batch_ranks)).backward()  # type: ignore[union-attr]
         optimizer.step()
     return [param.detach() for param in model.parameters()]
 
@@ -73,21 +73,21 @@ def trained(pooled: bool, ranks: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("pooled", [True, False])
 def test_tables_without_an_optimizer_train_as_in_one_process(pooled: bool) -> None:
     expected = trained(pooled, 2)
-    for found in run_ranks(2, trained, pooled, 1):
-        for mine, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    for params in run_ranks(2, trained, pooled, 1):
+        for param, expected_param in zip(params, expected, strict=True):
+            torch.testing.assert_close(param, expected_param, rtol=1e-5, atol=1e-6)
 
 
 def refused() -> dict[str, str]:
     """What each way to put tables with an optimizer under DistributedDataParallel says."""
-    said: dict[str, str] = {}
+    texts: dict[str, str] = {}
 
     def keep(name: str, make: Any) -> None:
         try:
             make()
-            said[name] = "nothing"
+            texts[name] = "nothing"
         except Exception as error:
-            said[name] = f"{type(error).__name__}: {error}"
+            texts[name] = f"{type(error).__name__}: {error}"
 
     def marked(pooled: bool = True) -> Model:
         model = Model(pooled)
@@ -129,7 +129,7 @@ def refused() -> dict[str, str]:
         model.tables.requires_grad_(False)
         DistributedDataParallel(model)(batch(0)).sum().backward()
 
-    def ours() -> None:
+    def model_parallel() -> None:
         model = marked()
         plan = {"tables": construct_module_sharding_plan(model.tables, {"tf": data_parallel()}, world_size=1)}
         whole = DistributedModelParallel(model, plan=ShardingPlan(plan))
@@ -139,27 +139,27 @@ def refused() -> dict[str, str]:
     keep("ignored by name", ignored)
     keep("frozen", frozen)
     keep("a frozen one without", plain)
-    keep("DistributedModelParallel", ours)
+    keep("DistributedModelParallel", model_parallel)
 
     def scattered() -> None:
         whole: Any = fully_shard(marked())
         whole(batch(0))
 
     keep("fully_shard", scattered)
-    return said
+    return texts
 
 
 @pytest.mark.ranks
 def test_tables_with_an_optimizer_are_refused_where_the_wrapper_is_built() -> None:
     """It was built, each rank trained its tables by its own batch alone, and the second forward failed."""
-    (said,) = run_ranks(1, refused)
+    (texts,) = run_ranks(1, refused)
     for name in ("bags", "the collection itself", "sequences", "sharded", "marked later", "frozen"):
-        assert said[name].startswith("ValueError: DistributedDataParallel around table 'tf'"), (name, said[name])
-        assert "DistributedModelParallel" in said[name]
-    assert {said[name] for name in ("ignored by name", "a frozen one without", "DistributedModelParallel")} == {
+        assert texts[name].startswith("ValueError: DistributedDataParallel around table 'tf'"), (name, texts[name])
+        assert "DistributedModelParallel" in texts[name]
+    assert {texts[name] for name in ("ignored by name", "a frozen one without", "DistributedModelParallel")} == {
         "nothing"
-    }, said
-    assert said["fully_shard"].startswith("ValueError: table 'tf'") and "fully_shard" in said["fully_shard"]
+    }, texts
+    assert texts["fully_shard"].startswith("ValueError: table 'tf'") and "fully_shard" in texts["fully_shard"]
 
 
 @pytest.mark.full
@@ -178,5 +178,5 @@ try:
 except ValueError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert "DistributedDataParallel around table 't'" in done.stdout, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "DistributedDataParallel around table 't'" in process.stdout, process.stderr

@@ -66,8 +66,8 @@ def batch_of(step: int, begin: int = 0, end: int = BATCH) -> Batch:
 
 def share_of(step: int) -> Batch:
     """This rank's share of the global batch."""
-    each = BATCH // dist.get_world_size()
-    return batch_of(step, dist.get_rank() * each, (dist.get_rank() + 1) * each)
+    per_rank = BATCH // dist.get_world_size()
+    return batch_of(step, dist.get_rank() * per_rank, (dist.get_rank() + 1) * per_rank)
 
 
 def optimizers(model: nn.Module, fused: CombinedOptimizer) -> CombinedOptimizer:
@@ -124,7 +124,7 @@ def mark_tables(model: nn.Module) -> None:
 def collections_of(model: nn.Module) -> dict[str, Any]:
     """Collections by their first path."""
     named = model.named_modules()
-    return {path: one for path, one in named if isinstance(one, EmbeddingBagCollection | EmbeddingCollection)}
+    return {path: module for path, module in named if isinstance(module, EmbeddingBagCollection | EmbeddingCollection)}
 
 
 def mixed_plan(model: nn.Module) -> ShardingPlan:
@@ -134,9 +134,11 @@ def mixed_plan(model: nn.Module) -> ShardingPlan:
         "user": table_wise(world - 1), "item": table_wise(0), "genre": data_parallel(), "day": data_parallel(),
     }  # fmt: skip
     plan = {}
-    for path, one in collections_of(model).items():
-        configs = one.embedding_bag_configs() if isinstance(one, EmbeddingBagCollection) else one.embedding_configs()
-        plan[path] = construct_module_sharding_plan(one, {c.name: where[c.name] for c in configs}, world_size=world)
+    for path, module in collections_of(model).items():
+        configs = (
+            module.embedding_bag_configs() if isinstance(module, EmbeddingBagCollection) else module.embedding_configs()
+        )
+        plan[path] = construct_module_sharding_plan(module, {c.name: where[c.name] for c in configs}, world_size=world)
     return ShardingPlan(plan)
 
 
@@ -148,10 +150,10 @@ def placed(model: nn.Module) -> DistributedModelParallel:
 
 def whole_state(model: nn.Module, fused: CombinedOptimizer) -> dict[str, Tensor]:
     """Weights, buffers and table states that this process holds."""
-    found = {name: value.detach().clone() for name, value in local_tensors(model.state_dict()).items() if value.numel()}
+    state = {name: value.detach().clone() for name, value in local_tensors(model.state_dict()).items() if value.numel()}
     for states in fused.state_dict()["state"].values():
-        found.update({name: value.clone() for name, value in local_tensors(states).items()})
-    return found
+        state.update({name: value.clone() for name, value in local_tensors(states).items()})
+    return state
 
 
 @cache
@@ -159,7 +161,7 @@ def alone(make: Callable[[], nn.Module], steps: int) -> tuple[list[Tensor], dict
     """One process: losses, then weights and states."""
     model = make()
     mark_tables(model)
-    fused = CombinedOptimizer([(path, one.fused_optimizer()) for path, one in collections_of(model).items()])
+    fused = CombinedOptimizer([(path, module.fused_optimizer()) for path, module in collections_of(model).items()])
     return trained(model, fused, batch_of, steps)
 
 
@@ -195,11 +197,11 @@ def dlrm() -> nn.Module:
 
 def merged(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The state that all ranks hold together; what several hold is the same bits on each."""
-    found: dict[str, Tensor] = {}
+    combined: dict[str, Tensor] = {}
     for state in states:
         for name, value in state.items():
-            assert torch.equal(found.setdefault(name, value), value), f"{name} differs between ranks"
-    return found
+            assert torch.equal(combined.setdefault(name, value), value), f"{name} differs between ranks"
+    return combined
 
 
 def expect_as_alone(make: Callable[[], nn.Module], world: int, steps: int) -> None:
@@ -208,10 +210,10 @@ def expect_as_alone(make: Callable[[], nn.Module], world: int, steps: int) -> No
     for step, loss in enumerate(wanted_losses):
         mean = torch.stack([losses[step] for losses, _ in ranks]).mean()
         assert abs(float(mean - loss)) <= 1e-5, f"step {step}: {float(mean)} and {float(loss)}"
-    found = merged([state for _, state in ranks])
-    assert found.keys() == wanted.keys()
+    merged_state = merged([state for _, state in ranks])
+    assert merged_state.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert (found[name] - value).abs().max() <= 1e-5 * max(1.0, float(value.abs().max())), name
+        assert (merged_state[name] - value).abs().max() <= 1e-5 * max(1.0, float(value.abs().max())), name
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -253,10 +255,10 @@ def test_a_collection_can_be_the_model() -> None:
     wanted.square().mean().backward()
     ranks = run_ranks(2, train_root)
     assert torch.equal(torch.cat([output for output, *_ in ranks]), wanted)
-    found = merged([state for _, state, _ in ranks])
+    merged_state = merged([state for _, state, _ in ranks])
     assert ranks[0][2] == [""]
     for name, value in local_tensors(model.state_dict()).items():
-        assert torch.allclose(found[name], value, atol=1e-6), name
+        assert torch.allclose(merged_state[name], value, atol=1e-6), name
 
 
 def gradients() -> tuple[dict[str, Tensor], list[str], set[str]]:
@@ -270,12 +272,12 @@ def gradients() -> tuple[dict[str, Tensor], list[str], set[str]]:
 def test_dense_gradients_are_averaged_and_fused_tables_are_left_to_their_backward() -> None:
     model = Net("one collection")
     model(batch_of(0)).backward()
-    for found, names, ignored in run_ranks(2, gradients):
-        assert set(found) == {"first.weight", "first.bias", "ebc.embedding_bags.day.weight"}
-        assert ignored == set(names) - set(found)
+    for grads, names, ignored in run_ranks(2, gradients):
+        assert set(grads) == {"first.weight", "first.bias", "ebc.embedding_bags.day.weight"}
+        assert ignored == set(names) - set(grads)
         for name, param in model.named_parameters():
-            if name in found:
-                assert torch.allclose(found[name], param.grad, atol=1e-6), name  # type: ignore[arg-type]
+            if name in grads:
+                assert torch.allclose(grads[name], param.grad, atol=1e-6), name  # type: ignore[arg-type]
 
 
 def initial_state() -> tuple[dict[str, Tensor], list[str]]:
@@ -295,18 +297,18 @@ def initial_state() -> tuple[dict[str, Tensor], list[str]]:
 
 def test_what_is_on_meta_is_initialised_and_replicas_begin_equal() -> None:
     ranks = run_ranks(2, initial_state)
-    found = merged([{n: v for n, v in state.items() if n != "extra.scale"} for state, _ in ranks])
+    merged_state = merged([{n: v for n, v in state.items() if n != "extra.scale"} for state, _ in ranks])
     for table, (rows, _) in TABLES.items():
-        weight = found[f"model.sparse_arch.embedding_bag_collection.embedding_bags.{table}.weight"]
+        weight = merged_state[f"model.sparse_arch.embedding_bag_collection.embedding_bags.{table}.weight"]
         bound = math.sqrt(1 / rows)
         assert weight.shape == (rows, DIM)
         assert weight.abs().max() <= bound
         assert weight.std() == pytest.approx(bound / math.sqrt(3), rel=0.25)
     for name in ("extra.mlp.weight", "extra.part.weight"):
-        assert found[name].abs().max() <= math.sqrt(1 / 5)
-        assert found[name].std() > 0.1
-    assert found["extra.part.bias"].tolist() == [7.0] * 4
-    assert found["extra.norm.running_var"].tolist() == [1.0] * 4
+        assert merged_state[name].abs().max() <= math.sqrt(1 / 5)
+        assert merged_state[name].std() > 0.1
+    assert merged_state["extra.part.bias"].tolist() == [7.0] * 4
+    assert merged_state["extra.norm.running_var"].tolist() == [1.0] * 4
     for state, messages in ranks:
         assert state["extra.scale"].tolist() == [0.0, 0.0]
         assert [m for m in messages if "reset_parameters" in m] == [
@@ -323,9 +325,9 @@ def local_state() -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore:tables")
 def test_weights_that_exist_are_kept() -> None:
     wanted = Net("sequences beside pooled").state_dict()
-    found = merged(run_ranks(2, local_state))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    merged_state = merged(run_ranks(2, local_state))
+    assert merged_state.keys() == wanted.keys()
+    assert all(torch.equal(merged_state[name], value) for name, value in wanted.items())
 
 
 def evaluate() -> tuple[Tensor, Tensor, bool, tuple[Any, ...]]:
@@ -338,18 +340,18 @@ def evaluate() -> tuple[Tensor, Tensor, bool, tuple[Any, ...]]:
     with torch.no_grad():
         _, (_, logits, _) = dmp(share_of(0))
     with torch.inference_mode():
-        _, (_, again, _) = dmp(share_of(0))
+        _, (_, logits_again, _) = dmp(share_of(0))
     same = all(torch.equal(value, before[name]) for name, value in local_tensors(dmp.state_dict()).items())
     # and training goes on
     dmp.train()
     dmp(share_of(1))[0].backward()
     empty = [name for name, param in dmp.named_parameters() if param.numel() == 0]
-    return logits, again, same, (*names_of(dmp), empty, sorted(dmp.fused_optimizer.params))
+    return logits, logits_again, same, (*names_of(dmp), empty, sorted(dmp.fused_optimizer.params))
 
 
 def names_of(model: nn.Module) -> list[list[str]]:
     """Of parameters, of the state dict, and of buffers."""
-    return [[name for name, _ in one] for one in (
+    return [[name for name, _ in named] for named in (
         model.named_parameters(), model.state_dict().items(), model.named_buffers()
     )]  # fmt: skip
 
@@ -359,16 +361,16 @@ def test_evaluation_changes_nothing_agrees_with_one_process_and_all_has_the_name
     _, (_, wanted, _) = model(batch_of(0))
     tables = "model.sparse_arch.embedding_bag_collection.embedding_bags"
     ranks = run_ranks(2, evaluate)
-    found = torch.cat([logits for logits, *_ in ranks])
-    assert (found - wanted).abs().max() <= 1e-6
-    for rank, (logits, again, same, (*names, empty, trained_here)) in enumerate(ranks):
-        assert torch.equal(logits, again)
+    all_logits = torch.cat([logits for logits, *_ in ranks])
+    assert (all_logits - wanted).abs().max() <= 1e-6
+    for rank, (logits, logits_again, same, (*names, empty, trained_here)) in enumerate(ranks):
+        assert torch.equal(logits, logits_again)
         assert same
         assert names == names_of(model)
-        mine, other = ("item", "user") if rank == 0 else ("user", "item")
-        assert empty == [f"{tables}.{other}.weight"]
+        own_table, peer_table = ("item", "user") if rank == 0 else ("user", "item")
+        assert empty == [f"{tables}.{peer_table}.weight"]
         # those without rows here are there, empty
-        assert trained_here == sorted(f"{tables}.{name}.weight" for name in (mine, other, "genre"))
+        assert trained_here == sorted(f"{tables}.{name}.weight" for name in (own_table, peer_table, "genre"))
 
 
 def resume() -> None:
@@ -390,18 +392,18 @@ def resume() -> None:
     train(dmp, optimizer, range(3))
     saved, optimizer_saved = deepcopy(dmp.state_dict()), deepcopy(optimizer.state_dict())
     train(dmp, optimizer, range(3, 6))
-    again, other = fresh(1)
-    train(again, other, range(1))
-    again.load_state_dict(saved)
-    other.load_state_dict(optimizer_saved)
-    train(again, other, range(3, 6))
-    wanted, found = whole_state(dmp, dmp.fused_optimizer), whole_state(again, again.fused_optimizer)
-    assert wanted.keys() == found.keys()
-    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+    loaded, loaded_optimizer = fresh(1)
+    train(loaded, loaded_optimizer, range(1))
+    loaded.load_state_dict(saved)
+    loaded_optimizer.load_state_dict(optimizer_saved)
+    train(loaded, loaded_optimizer, range(3, 6))
+    wanted, loaded_state = whole_state(dmp, dmp.fused_optimizer), whole_state(loaded, loaded.fused_optimizer)
+    assert wanted.keys() == loaded_state.keys()
+    assert all(torch.equal(value, loaded_state[name]) for name, value in wanted.items())
     # a part of a larger dict, by TorchRec's second argument
     zeros = {f"dlrm.{name}": torch.zeros_like(value) for name, value in dlrm().state_dict().items()}
-    again.load_state_dict({"other": torch.ones(1), **zeros}, "dlrm.")
-    assert not any(value.any() for name, value in local_tensors(again.state_dict()).items() if name.endswith("weight"))
+    loaded.load_state_dict({"other": torch.ones(1), **zeros}, "dlrm.")
+    assert not any(value.any() for name, value in local_tensors(loaded.state_dict()).items() if name.endswith("weight"))
 
 
 def test_training_resumes_from_state_dicts_bit_for_bit() -> None:
@@ -427,10 +429,10 @@ def scheduled(world: int) -> dict[str, Tensor]:
 
 
 def test_a_learning_rate_schedule_reaches_the_tables_of_every_rank() -> None:
-    wanted, found = scheduled(0), merged(run_ranks(2, scheduled, 2))
-    assert found.keys() == wanted.keys()
+    wanted, merged_state = scheduled(0), merged(run_ranks(2, scheduled, 2))
+    assert merged_state.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert (found[name] - value).abs().max() <= 1e-6, name
+        assert (merged_state[name] - value).abs().max() <= 1e-6, name
 
 
 def test_one_process_needs_no_process_group() -> None:

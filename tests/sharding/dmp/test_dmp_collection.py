@@ -94,8 +94,8 @@ def build(optimizer: str = "sgd", seed: int | None = None, **settings: Any) -> D
         for param in model.parameters():
             nn.init.normal_(param)
     assert dist.group.WORLD is not None
-    given = {"sharding_group_size": GROUP, **settings}
-    return DMPCollection(model, "cpu", plan_for(model), WORLD, global_pg=dist.group.WORLD, **given)
+    options = {"sharding_group_size": GROUP, **settings}
+    return DMPCollection(model, "cpu", plan_for(model), WORLD, global_pg=dist.group.WORLD, **options)
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -104,13 +104,13 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def state_of(model: Any) -> dict[str, Tensor]:
     """Weights, and optimizer states of tables, that this rank holds."""
-    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    state = {name: param.detach().clone() for name, param in model.named_parameters()}
     for path, sharded in model._sharded.items():
         for group in sharded._tables.groups:
             for number, table in enumerate(group.tables):
                 states = group.state_views(number)
-                found.update({f"{path}.{table.name}.{number}.{key}": value.clone() for key, value in states.items()})
-    return found
+                state.update({f"{path}.{table.name}.{number}.{key}": value.clone() for key, value in states.items()})
+    return state
 
 
 def train(optimizer: str, sync: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, list[Any]], int]:
@@ -144,14 +144,22 @@ def replicas(
             model.zero_grad()
             model(batch_of(step, ranks)).backward()
         average([[param.grad for param in dense_parameters(model)] for model in models])
-        for one in dense:
-            one.step()
+        for sgd in dense:
+            sgd.step()
         if sync != "never":
             collections = [[model.ebc, model.ec] for model in models]
-            average([[group.flat for one in mine for group in one._groups if group.optimizer] for mine in collections])
+            average(
+                [
+                    [group.flat for collection in of_model for group in collection._groups if group.optimizer]
+                    for of_model in collections
+                ]
+            )
             if sync == "all":
                 average(
-                    [[state for one in mine for group in one._groups for state in group.states] for mine in collections]
+                    [
+                        [state for collection in of_model for group in collection._groups for state in group.states]
+                        for of_model in collections
+                    ]
                 )
     return [dict(model.state_dict()) for model in models]
 
@@ -192,8 +200,8 @@ def expect_replicas(optimizer: str, sync: str, settings: dict[str, Any], groups:
 @pytest.mark.parametrize("sync", ["all", "weights", "never"])
 def test_replicas_train_apart_and_are_averaged(optimizer: str, sync: str) -> None:
     ranks = expect_replicas(optimizer, sync, {}, APART)
-    for mine, other in zip(*APART, strict=True):
-        state, twin = ranks[mine][0], ranks[other][0]
+    for rank, peer in zip(*APART, strict=True):
+        state, twin = ranks[rank][0], ranks[peer][0]
         differ = {name for name, value in state.items() if not torch.equal(value, twin[name])}
         if sync == "all":
             assert differ == set()
@@ -251,10 +259,10 @@ def unequal() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def test_replicas_begin_equal_whatever_the_seeds() -> None:
     ranks = run_ranks(WORLD, unequal)
-    for mine, twin in ((0, 1), (2, 3)):
-        for name, value in ranks[mine][0].items():
+    for rank, twin in ((0, 1), (2, 3)):
+        for name, value in ranks[rank][0].items():
             assert torch.equal(value, ranks[twin][0][name]), name
-            assert torch.equal(value, ranks[mine][1][name]), name
+            assert torch.equal(value, ranks[rank][1][name]), name
 
 
 def hooked() -> tuple[list[list[str]], bool]:
@@ -298,7 +306,7 @@ def by_class() -> tuple[list[int], dict[str, Tensor]]:
     dmp = DMPCollection(model, "cpu", plan, WORLD, GROUP, dist.group.WORLD, submodule_configs=[config])
     dmp(batch_of(0)).backward()
     dmp.sync()
-    sizes = [one._env.world_size for one in dmp._sharded.values()]
+    sizes = [module._env.world_size for module in dmp._sharded.values()]
     return sizes, state_of(dmp)
 
 
@@ -308,8 +316,8 @@ def test_a_class_of_modules_can_have_groups_of_its_own() -> None:
     wanted = model.ec.state_dict()["embeddings.sa.weight"]
     ranks = run_ranks(WORLD, by_class)
     assert [sizes for sizes, _ in ranks] == [[2, 4]] * 4
-    found = torch.cat([state["ec.embeddings.sa.weight"] for _, state in ranks])
-    assert (found - wanted).abs().max() <= 1e-5
+    weight = torch.cat([state["ec.embeddings.sa.weight"] for _, state in ranks])
+    assert (weight - wanted).abs().max() <= 1e-5
 
 
 def checkpoint(folder: str) -> dict[str, Tensor]:
@@ -321,21 +329,21 @@ def checkpoint(folder: str) -> dict[str, Tensor]:
     model: Any = Net("sgd")
     for param in model.parameters():
         nn.init.zeros_(param)
-    found = model.state_dict()
-    torch.distributed.checkpoint.load(found, checkpoint_id=folder, no_dist=True)
-    other = build(seed=7)
-    loaded = other.state_dict()
+    state = model.state_dict()
+    torch.distributed.checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+    restored = build(seed=7)
+    loaded = restored.state_dict()
     torch.distributed.checkpoint.load(loaded, checkpoint_id=folder)
-    other.load_state_dict(loaded)
-    assert all(torch.equal(param, dict(dmp.named_parameters())[name]) for name, param in other.named_parameters())
-    return found
+    restored.load_state_dict(loaded)
+    assert all(torch.equal(param, dict(dmp.named_parameters())[name]) for name, param in restored.named_parameters())
+    return state
 
 
 def test_replicas_are_saved_once_and_loaded_by_all(tmp_path: Path) -> None:
     wanted = replicas("sgd", "all", APART, steps=1, dense_lr=0.0)[0]
-    for found in run_ranks(WORLD, checkpoint, str(tmp_path)):
+    for state in run_ranks(WORLD, checkpoint, str(tmp_path)):
         for name, value in wanted.items():
-            assert (found[name].float() - value.float()).abs().max() <= tolerance(name), name
+            assert (state[name].float() - value.float()).abs().max() <= tolerance(name), name
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -348,21 +356,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def refuse() -> list[str]:
-    found = []
+    messages = []
     for settings, _ in REFUSED.values():
         with pytest.raises(ValueError) as error:
             build(**settings)
-        found.append(str(error.value))
+        messages.append(str(error.value))
     model = Net("sgd")
     assert dist.group.WORLD is not None
     with pytest.raises(ValueError, match="world_size 8 is not that of global_pg, 4"):
         DMPCollection(model, "cpu", plan_for(model), 8, 2, dist.group.WORLD)
     # PER_MODULE is what submodule_configs say
     build(sharding_strategy=ShardingStrategy.PER_MODULE)
-    return found
+    return messages
 
 
 def test_what_is_not_served_is_refused_by_name() -> None:
-    for found in run_ranks(WORLD, refuse):
-        for message, (_, wanted) in zip(found, REFUSED.values(), strict=True):
+    for messages in run_ranks(WORLD, refuse):
+        for message, (_, wanted) in zip(messages, REFUSED.values(), strict=True):
             assert wanted in message

@@ -53,16 +53,16 @@ ROWS = {"a": 13, "b": 11}
 
 def bags(optimizer: bool = True, kind: type[EmbeddingBagCollection] = EmbeddingBagCollection) -> EmbeddingBagCollection:
     torch.manual_seed(7)
-    found = kind(bag_tables(ROWS))
-    return fused(found, RowWiseAdagrad) if optimizer else found
+    collection = kind(bag_tables(ROWS))
+    return fused(collection, RowWiseAdagrad) if optimizer else collection
 
 
 class Scaled(EmbeddingBagCollection):
     """A collection with a forward of its own."""
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
-        found = super().forward(features)
-        return type(found)(found.keys(), found.length_per_key(), found.values() * 2)
+        pooled = super().forward(features)
+        return type(pooled)(pooled.keys(), pooled.length_per_key(), pooled.values() * 2)
 
 
 class Net(nn.Module):
@@ -128,7 +128,7 @@ def test_dense_gradients_are_averaged_as_the_wrapper_says(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
+    ("arguments", "error", "message"),
     [
         (
             lambda: {"data_parallel_wrapper": DefaultDataParallelWrapper(allreduce_comm_precision="fp8")}, ValueError,
@@ -147,10 +147,10 @@ def test_dense_gradients_are_averaged_as_the_wrapper_says(name: str) -> None:
     ids=["fp8", "nowhere", "str", "model_tracker_configs"],
 )  # fmt: skip
 def test_a_wrapper_that_cannot_be_is_refused(
-    given: Callable[[], dict[str, Any]], error: type[Exception], said: str
+    arguments: Callable[[], dict[str, Any]], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=said):
-        DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0), **given())
+    with pytest.raises(error, match=message):
+        DistributedModelParallel(Net(), ShardingEnv.from_local(1, 0), **arguments())
 
 
 class Counting(DataParallelWrapper):
@@ -336,8 +336,8 @@ def plan_devices() -> list[str]:
             on_cpu = DistributedModelParallel(Net(), device="cuda", plan=ShardingPlan({"ebc": plan}))
         on_cpu(mine()).backward()
         assert on_cpu.device.type == "cpu"
-        said = [str(one.message) for one in caught_of_device]
-        assert said == ["device 'cuda': there is no CUDA here, so all runs on the CPU"]
+        messages = [str(warning.message) for warning in caught_of_device]
+        assert messages == ["device 'cuda': there is no CUDA here, so all runs on the CPU"]
     with pytest.raises(
         ValueError, match="rank 1: device 'xla': the process group .gloo. exchanges tensors on cpu, cuda"
     ):
@@ -383,10 +383,10 @@ def copied(how: str) -> None:
     before = {name: param.detach().clone() for name, param in dmp.named_parameters()}
     other(mine()).backward()
     # what the copy trains is what it looks up, and its optimizer's
-    for one in (dmp, other):
-        for path, sharded in one._sharded.items():
+    for model in (dmp, other):
+        for path, sharded in model._sharded.items():
             for name, param in sharded.fused_optimizer.params.items():
-                assert param.data_ptr() == one.module.get_parameter(f"{path}.{name}").data_ptr()
+                assert param.data_ptr() == model.module.get_parameter(f"{path}.{name}").data_ptr()
     shared = how != "deepcopy"
     assert any(not torch.equal(param, before[name]) for name, param in dmp.named_parameters()) == shared
     assert torch.equal(other(mine()), dmp(mine())) == shared

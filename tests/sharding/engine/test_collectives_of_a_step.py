@@ -66,19 +66,19 @@ class Cost:
 def costs(cases: Sequence[Case]) -> list[Cost]:
     """One rank's."""
     environments = {local: environment(local) for local in sorted({case.local for case in cases})}
-    found = []
+    rank_costs = []
     for case in cases:
         env, mix = environments[case.local], case.mix
         model = shard(mix, build(mix, case.optimizer), env)
         batches = [e - b for b, e in (span_of(mix, r, env.world_size) for r in range(env.world_size))]
         cost = Cost([], [], [], [])
-        for step, (mine, upstream) in enumerate(batches_of_rank(mix, range(3))):
+        for step, (batch, upstream) in enumerate(batches_of_rank(mix, range(3))):
             if case.learned:
-                mine.weights().requires_grad_()
+                batch.weights().requires_grad_()
             counts = [model.collectives]
             sent = model._exchange.sent + (model._local.sent if model._local else 0)
             with torch.set_grad_enabled(case.update):
-                outputs = by_lookup(mix, model(mine))
+                outputs = by_lookup(mix, model(batch))
             counts.append(model.collectives)
             backward(outputs, upstream)
             counts.append(model.collectives)
@@ -91,8 +91,8 @@ def costs(cases: Sequence[Case]) -> list[Cost]:
             if not case.learned:
                 traffic = [replace(pair, weight_gradients=0) for pair in traffic]
             cost.predicted.append(sum(sum(astuple(pair)) for pair in traffic))
-        found.append(cost)
-    return found
+        rank_costs.append(cost)
+    return rank_costs
 
 
 def many(strategies: Sequence[str], *, pooled: bool = True) -> Mix:
@@ -162,12 +162,12 @@ def test_random_mixes_send_as_many_bytes_as_their_plans_predict() -> None:
     cases = [Case(mix_of(seed, pooled=seed % 2 == 0), local) for seed in range(10) for local in (2, 4)]
     ranks = run_ranks(4, costs, cases)
     for n, case in enumerate(cases):
-        expect_predicted_bytes([found[n] for found in ranks], case)
+        expect_predicted_bytes([rank_costs[n] for rank_costs in ranks], case)
 
 
 def test_one_rank_sends_nothing() -> None:
-    (found,) = run_ranks(1, costs, [Case(replace(case.mix, batches=(3,)), 1) for case, _, _ in CASES.values()])
-    assert all(cost.forward == cost.back == cost.sent == [0, 0, 0] for cost in found)
+    (rank_costs,) = run_ranks(1, costs, [Case(replace(case.mix, batches=(3,)), 1) for case, _, _ in CASES.values()])
+    assert all(cost.forward == cost.back == cost.sent == [0, 0, 0] for cost in rank_costs)
 
 
 SMALL = Shape(26, 50, 8, 16, 1)

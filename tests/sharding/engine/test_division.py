@@ -50,19 +50,19 @@ def routes_of(places: Iterable[str], **more: Any) -> Routes:
     return plan_routes(tables, shards, WORLD, **more)
 
 
-def same(one: Step, other: Step, routes: Routes) -> None:
+def same(left: Step, right: Step, routes: Routes) -> None:
     """What leaves, what is looked up here, and how results find their ids."""
-    assert one.counts == other.counts and one.ids_to_groups == other.ids_to_groups and one.batch == other.batch
-    for block, another in zip(blocks_of(one), blocks_of(other), strict=True):
-        assert block.tolist() == another.tolist()
-    assert len(one.replicated) == len(other.replicated)
-    for batch, other_batch in zip(one.replicated, other.replicated, strict=True):
+    assert left.counts == right.counts and left.ids_to_groups == right.ids_to_groups and left.batch == right.batch
+    for block, other_block in zip(blocks_of(left), blocks_of(right), strict=True):
+        assert block.tolist() == other_block.tolist()
+    assert len(left.replicated) == len(right.replicated)
+    for batch, other_batch in zip(left.replicated, right.replicated, strict=True):
         assert batch.sizes == other_batch.sizes
         assert torch.equal(batch.ids, other_batch.ids) and torch.equal(batch.offsets, other_batch.offsets)
         assert (batch.weights is None) == (other_batch.weights is None)
         if batch.weights is not None and other_batch.weights is not None:
             assert torch.equal(batch.weights, other_batch.weights)
-    first, second = one.division, other.division
+    first, second = left.division, right.division
     for cut in range(len(routes.cuts)):
         assert first is not None and second is not None
         assert first.counts_of_cut(cut) == second.counts_of_cut(cut)
@@ -117,13 +117,13 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs t
 @needs_triton
 def test_numbers_of_bags_are_found_by_lengths_that_fit_nothing() -> None:
     """They are looked at later; repeat_interleave would stop the device."""
-    with use_fake_cuda(seen := Counted()):
+    with use_fake_cuda(counts := Counted()):
         ids, numbers = torch.zeros(4).to(CUDA), torch.tensor([5, 6]).to(CUDA)
-        seen.clear()
+        counts.clear()
         for lengths in ([1, 3], [9, -7], [-1, 2], [0, 0]):
             # a place outside would raise here
-            found = _of_bags(numbers, torch.tensor(lengths).to(CUDA, non_blocking=True), ids)
-            assert found.shape == (4,) and not seen.syncs
+            per_id = _of_bags(numbers, torch.tensor(lengths).to(CUDA, non_blocking=True), ids)
+            assert per_id.shape == (4,) and not counts.syncs
         assert _of_bags(numbers, torch.tensor([1, 3]).to(CUDA), ids).cpu().tolist() == [5, 6, 6, 6]
 
 
@@ -162,23 +162,23 @@ def trained(mix: Mix, dedup: bool, device: torch.device) -> list[Tensor]:
     """
     model = shard(mix, build(mix, "sgd"), environment(), device, dedup=dedup)
     batches = [
-        (dressed(kjt, dist.get_rank(), padded=False).to(device), [given.to(device) for given in upstream])
+        (dressed(kjt, dist.get_rank(), padded=False).to(device), [gradient.to(device) for gradient in upstream])
         for kjt, upstream in batches_of_rank(mix, range(2))
     ]
     run = train(mix, model, batches, mix.weighted)
-    found = [*chain(*run.outputs), *run.weight_gradients, *model.parameters()]
-    return [one.detach().cpu() for one in found]
+    tensors = [*chain(*run.outputs), *run.weight_gradients, *model.parameters()]
+    return [tensor.detach().cpu() for tensor in tensors]
 
 
 def like_the_host() -> list[bool]:
     """Of each setting, whether the device that is not there, whose batches are divided ahead, has the host's bits."""
-    found = []
+    agreements = []
     for setting in SETTINGS:
-        here = trained(*setting, CPU)
+        on_host = trained(*setting, CPU)
         with use_fake_cuda(Counted()):
-            there = trained(*setting, CUDA)
-        found.append(len(here) == len(there) and all(map(torch.equal, here, there)))
-    return found
+            on_device = trained(*setting, CUDA)
+        agreements.append(len(on_host) == len(on_device) and all(map(torch.equal, on_host, on_device)))
+    return agreements
 
 
 @needs_triton

@@ -127,30 +127,30 @@ def arriving(job: Job, kjt: KeyedJaggedTensor, rank: int) -> KeyedJaggedTensor:
 
 def train_all(jobs: Sequence[Job]) -> list[tuple[list[list[Tensor]], dict[str, Tensor], int]]:
     """One rank's outputs of each job, its state at the end, and the collectives of construction."""
-    found, rank = [], environment().rank
+    runs, rank = [], environment().rank
     for job in jobs:
         model, batches = sharded(job.mix, job.rule), batches_of_rank(job.mix, range(STEPS))
-        batches = [(arriving(job, mine, rank), upstream) for mine, upstream in batches]
+        batches = [(arriving(job, kjt, rank), upstream) for kjt, upstream in batches]
         calls = model._sharded[""].collectives
-        found.append((train(job.mix, model, batches, False).outputs, final_state(model), calls))
-    return found
+        runs.append((train(job.mix, model, batches, False).outputs, final_state(model), calls))
+    return runs
 
 
 def expect_bits_of_one_process(jobs: Sequence[Job], world: int) -> None:
     for n, runs in enumerate(zip(*run_ranks(world, train_all, jobs), strict=True)):
-        mix, held = jobs[n].mix, dict[str, Tensor]()
+        mix, combined = jobs[n].mix, dict[str, Tensor]()
         module = build(mix, jobs[n].rule)
         wanted = train(mix, module, batches_of_rank(mix, range(STEPS), 0, 1), False).outputs
-        replicas = sum(one.strategy == "data_parallel" for one in mix.tables)
+        replicas = sum(table.strategy == "data_parallel" for table in mix.tables)
         for rank, (outputs, state, calls) in enumerate(runs):
-            for step, mine in enumerate(outputs):
-                whole = rows_of_rank(mix, batch_of(mix, step), wanted[step], *span_of(mix, rank, world))
-                assert all(map(torch.equal, mine, whole)), (jobs[n], rank, step)
+            for step, rank_outputs in enumerate(outputs):
+                expected = rows_of_rank(mix, batch_of(mix, step), wanted[step], *span_of(mix, rank, world))
+                assert all(map(torch.equal, rank_outputs, expected)), (jobs[n], rank, step)
             for name, value in state.items():
-                assert torch.equal(held.setdefault(name, value), value), f"{jobs[n]}: replicas of {name} differ"
+                assert torch.equal(combined.setdefault(name, value), value), f"{jobs[n]}: replicas of {name} differ"
             # one to compare plans, one broadcast for each replicated table; a rank alone calls none
             assert calls == (1 + replicas if world > 1 else 0), jobs[n]
-        assert same_tensors(held, final_state(module)), jobs[n]
+        assert same_tensors(combined, final_state(module)), jobs[n]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -210,7 +210,7 @@ def test_ranks_that_call_equal_collections_in_different_orders_find_out() -> Non
         assert f"RuntimeError: ranks [{1 - rank}] differ from this one" in message and "order of lookups" in message
 
 
-def trained(optimizer: str, how: str, processors: tuple[str, str] | None = None) -> tuple[torch.Tensor, list[str]]:
+def trained(optimizer: str, kind: str, processors: tuple[str, str] | None = None) -> tuple[torch.Tensor, list[str]]:
     """A table after some steps on ranks of which the second has no compiled loops, and what was warned of."""
     rank, usual = dist.get_rank(), (_op.NUMBA, numba_loops.arithmetic)
     try:
@@ -221,7 +221,7 @@ def trained(optimizer: str, how: str, processors: tuple[str, str] | None = None)
         numba_loops.loops.cache_clear()
         torch.manual_seed(0)
         ebc = fused(EmbeddingBagCollection(bag_tables({"f": 60}, 16)), RULES[optimizer][0])
-        strategy = {"tf": data_parallel() if how == "replicated" else table_wise(rank=0)}
+        strategy = {"tf": data_parallel() if kind == "replicated" else table_wise(rank=0)}
         plan = ShardingPlan({"": construct_module_sharding_plan(ebc, strategy, world_size=2)})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -230,8 +230,8 @@ def trained(optimizer: str, how: str, processors: tuple[str, str] | None = None)
             out = model(random_kjt({"f": 60}, 30, seed=2 * step + rank, longest=5)).values()
             (out * upstream(*out.shape, seed=2 * step + rank)).sum().backward()
         weights = model.module.state_dict()["embedding_bags.tf.weight"]
-        return weights if isinstance(weights, torch.Tensor) and how == "replicated" else torch.zeros(1), [
-            str(one.message) for one in caught if "drift" in str(one.message)
+        return weights if isinstance(weights, torch.Tensor) and kind == "replicated" else torch.zeros(1), [
+            str(warning.message) for warning in caught if "drift" in str(warning.message)
         ]
     finally:
         _op.NUMBA, numba_loops.arithmetic = usual
@@ -242,8 +242,8 @@ def trained(optimizer: str, how: str, processors: tuple[str, str] | None = None)
 def test_replicas_of_exact_rules_keep_their_bits_with_numba_and_without(optimizer: str) -> None:
     """457 of 500 rows of two replicas differed after 20 steps: torch's square root was not rounded correctly."""
     pytest.importorskip("numba")
-    (first, said), (second, _) = run_ranks(2, trained, optimizer, "replicated")
-    assert torch.equal(first, second) and not said
+    (first, messages), (second, _) = run_ranks(2, trained, optimizer, "replicated")
+    assert torch.equal(first, second) and not messages
     assert first.abs().max() > 0.5
 
 
@@ -259,10 +259,10 @@ def test_replicas_of_a_rule_with_sums_over_a_row_need_the_same_numba_on_all_rank
 
 def test_a_table_of_one_owner_may_be_updated_with_numba_beside_ranks_without() -> None:
     pytest.importorskip("numba")
-    assert [said for _, said in run_ranks(2, trained, "rowwise_adagrad", "sharded")] == [[], []]
+    assert [messages for _, messages in run_ranks(2, trained, "rowwise_adagrad", "sharded")] == [[], []]
 
 
 def test_replicas_on_other_processors_are_warned_of_and_go_on() -> None:
-    found = run_ranks(2, trained, "rowwise_adagrad", "replicated", ("znver5", "haswell"))
-    for _, said in found:
-        assert len(said) == 1 and "rank 0 has znver5, rank 1 has haswell" in said[0] and "'tf'" in said[0]
+    ranks = run_ranks(2, trained, "rowwise_adagrad", "replicated", ("znver5", "haswell"))
+    for _, messages in ranks:
+        assert len(messages) == 1 and "rank 0 has znver5, rank 1 has haswell" in messages[0] and "'tf'" in messages[0]

@@ -77,16 +77,16 @@ class Shuffled:
     def resolve(self, ids: Tensor, offsets: Tensor, step: Tensor) -> tuple[Tensor, int]:
         assert self.group is not None
         lookups = self.group.lookups
-        samples, found = (offsets.shape[0] - 1) // len(lookups), ids.clone()
+        samples, rows = (offsets.shape[0] - 1) // len(lookups), ids.clone()
         for f, lookup in enumerate(lookups):
             part, slots = slice(int(offsets[f * samples]), int(offsets[(f + 1) * samples])), self.slots[lookup.table]
-            mine = ids[part].long()
-            good = (mine >= 0) & (mine < len(slots))
-            found[part] = torch.where(good, slots[torch.where(good, mine, 0)], mine).to(ids.dtype) if len(slots) else -1
+            raw = ids[part].long()
+            good = (raw >= 0) & (raw < len(slots))
+            rows[part] = torch.where(good, slots[torch.where(good, raw, 0)], raw).to(ids.dtype) if len(slots) else -1
         self.resolved += 1
         self.leases.add(self.resolved)
         self.most = max(self.most, len(self.leases))
-        return found, self.resolved
+        return rows, self.resolved
 
     def release(self, lease: int) -> None:
         self.leases.remove(lease)
@@ -97,7 +97,7 @@ class Shuffled:
 
 def behind_stores(mixes: Sequence[Mix], optimizer: str, learned: bool) -> list[tuple[Run, Run, list[tuple[int, int]]]]:
     """Runs with rows in their own slots and in shuffled ones; of each store how often it resolved, and its leases."""
-    env, found = environment(), []
+    env, runs = environment(), []
     for mix in mixes:
         plain = train_sharded(mix, optimizer, 3, env, learned=learned)
         model = shard(mix, build(mix, optimizer), env, stores=Shuffled)
@@ -110,8 +110,8 @@ def behind_stores(mixes: Sequence[Mix], optimizer: str, learned: bool) -> list[t
             model(batches[0][0]).wait()
         [group.store.shuffle(group, home=True) for group in groups]
         run.weights, run.states = held(model)
-        found.append((plain, run, [(g.store.resolved, len(g.store.leases)) for g in groups]))
-    return found
+        runs.append((plain, run, [(g.store.resolved, len(g.store.leases)) for g in groups]))
+    return runs
 
 
 @pytest.mark.full
@@ -172,27 +172,32 @@ def behind_maps(pooled: bool) -> tuple[list[list[Tensor]], dict[str, Tensor], di
     maps = {"t0": Dictionary(), "t1": Dictionary()}
     model = shard(mix, build(mix, "adam"), env, id_maps=maps)
     batches = batches_of_rank(mix, range(3))
-    run = train(mix, model, [(with_any_ids(mine), upstream) for mine, upstream in batches], False)
-    return run.outputs, held(model)[0], {name: one.rows for name, one in maps.items()}, sorted(set(maps["t1"].steps))
+    run = train(mix, model, [(with_any_ids(batch), upstream) for batch, upstream in batches], False)
+    return (
+        run.outputs,
+        held(model)[0],
+        {name: id_map.rows for name, id_map in maps.items()},
+        sorted(set(maps["t1"].steps)),
+    )
 
 
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
 def test_an_id_map_turns_any_ids_into_rows_on_the_ranks_that_hold_them(pooled: bool) -> None:
-    mix, seen = replace(MAPPED, pooled=pooled), {"t0": Dictionary(), "t1": Dictionary()}
+    mix, maps = replace(MAPPED, pooled=pooled), {"t0": Dictionary(), "t1": Dictionary()}
     ranks = run_ranks(2, behind_maps, pooled)
     module = build(mix, "adam")
     for step in range(3):
         batch = batch_of(mix, step)
         values = {key: batch[key].values() for key in batch.keys()}  # noqa: SIM118
         for table, feature in (("t0", "f0"), ("t0", "f1"), ("t1", "f2")):
-            values[feature] = seen[table].translate(table, with_any_ids(batch)[feature].values(), torch.zeros(1))
+            values[feature] = maps[table].translate(table, with_any_ids(batch)[feature].values(), torch.zeros(1))
         mapped = KeyedJaggedTensor(batch.keys(), torch.cat(list(values.values())), None, batch.lengths())
         outputs = by_lookup(mix, module(mapped))
-        for rank, (found, *_) in enumerate(ranks):
-            expected = rows_of_rank(mix, batch, [mine.detach() for mine in outputs], *span_of(mix, rank, 2))
+        for rank, (rank_outputs, *_) in enumerate(ranks):
+            expected = rows_of_rank(mix, batch, [output.detach() for output in outputs], *span_of(mix, rank, 2))
             # all but the sums of row shards are the bits of one process
-            for n, (mine, value) in enumerate(zip(found[step], expected, strict=True)):
-                assert torch.equal(mine, value) if n != 3 or not pooled else torch.allclose(mine, value, atol=1e-6)
+            for n, (output, value) in enumerate(zip(rank_outputs[step], expected, strict=True)):
+                assert torch.equal(output, value) if n != 3 or not pooled else torch.allclose(output, value, atol=1e-6)
         backward(outputs, upstream_of(mix, batch, step))
     weights = tables_of(module)
     for _, shards, known, steps in ranks:
@@ -201,23 +206,23 @@ def test_an_id_map_turns_any_ids_into_rows_on_the_ranks_that_hold_them(pooled: b
             assert torch.equal(value, weights[table][rows, cols])
         # a map sees the ids of what its rank holds, and no others
         for name, rows_of in known.items():
-            assert rows_of in ({}, seen[name].rows)
+            assert rows_of in ({}, maps[name].rows)
         assert steps in ([], [0, 1, 2])
     assert any(known["t0"] for _, _, known, _ in ranks)
 
 
 def refused_maps() -> list[str]:
-    env, said = environment(), []
+    env, errors = environment(), []
     for strategy in ("row_wise", "data_parallel"):
         mix = Mix((TableCase("t", 20, 8, ("f",), strategy),))
-        said.append(error_of(shard, mix, build(mix, "sgd"), env, id_maps={"t": Dictionary()}))
-    return said
+        errors.append(error_of(shard, mix, build(mix, "sgd"), env, id_maps={"t": Dictionary()}))
+    return errors
 
 
 def test_an_id_map_needs_a_table_whose_rows_are_on_one_rank() -> None:
     """Ids of any size were divided by the rows of row shards, and replicas looked ids up that nobody translated."""
-    for rank, said in enumerate(run_ranks(2, refused_maps)):
-        assert said == [
+    for rank, errors in enumerate(run_ranks(2, refused_maps)):
+        assert errors == [
             f"ValueError: rank 0: table 't': an id map gives out rows of one rank, but {how}; cut the table by columns"
             " or leave it whole"
             for how in ("the plan cuts them over several", "every rank holds them")
@@ -226,20 +231,20 @@ def test_an_id_map_needs_a_table_whose_rows_are_on_one_rank() -> None:
 
 def overlapping(mixes: Sequence[Mix]) -> list[Any]:
     """Of each mix outputs, weights and states after two steps that were under way at a time, and one more."""
-    env, found = environment(), []
+    env, runs = environment(), []
     for mix in mixes:
         model = shard(mix, build(mix, "adam"), env, stores=Shuffled)
         groups = model._tables.all_groups()
         [group.store.shuffle(group) for group in groups]
-        mine, upstreams = zip(*batches_of_rank(mix, range(3)), strict=True)
-        first, second = model.begin(mine[0]), model.begin(mine[1])
+        batches, upstreams = zip(*batches_of_rank(mix, range(3)), strict=True)
+        first, second = model.begin(batches[0]), model.begin(batches[1])
         model.look_up(first)
         model.look_up(second)
         outputs = [by_lookup(mix, model.finish(flight)) for flight in (first, second)]
         kept = [[value.detach().clone() for value in of_step] for of_step in outputs]
         for of_step, upstream in zip(outputs, upstreams[:2], strict=True):
             backward(of_step, upstream)
-        third = by_lookup(mix, model(mine[2]))
+        third = by_lookup(mix, model(batches[2]))
         kept.append([value.detach().clone() for value in third])
         # memory of one step is not that of another
         same = all(
@@ -248,8 +253,8 @@ def overlapping(mixes: Sequence[Mix]) -> list[Any]:
             for a, b in zip(now, then, strict=True)
         )
         [group.store.shuffle(group, home=True) for group in groups]
-        found.append((kept, same, *held(model), max(group.store.most for group in groups)))
-    return found
+        runs.append((kept, same, *held(model), max(group.store.most for group in groups)))
+    return runs
 
 
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
@@ -270,10 +275,10 @@ def test_two_overlapping_steps_are_those_of_a_loop_that_overlaps_them(pooled: bo
             kept, same, weights, _, most = runs[number]
             assert same
             assert most >= 2
-            for step, mine in enumerate(kept):
+            for step, rank_outputs in enumerate(kept):
                 whole = [value.detach() for value in outputs[step]]
                 expected = rows_of_rank(mix, batches[step], whole, *span_of(mix, rank, 2))
-                for value, wanted in zip(mine, expected, strict=True):
+                for value, wanted in zip(rank_outputs, expected, strict=True):
                     tolerance = 0.02 if pooled else 0.0
                     assert value.shape == wanted.shape
                     if value.numel():
@@ -299,6 +304,6 @@ def on_a_mesh(mixes: Sequence[Mix]) -> list[tuple[Run, Run]]:
 def test_a_mesh_of_two_hosts_of_two_ranks_is_a_world_of_four() -> None:
     mixes = [mix_for(strategy, pooled=True) for strategy in STRATEGIES]
     for runs in run_ranks(4, on_a_mesh, mixes):
-        for one, other in runs:
-            expect_same_runs(one, other)
-            assert one.collectives == other.collectives
+        for mesh_run, plain_run in runs:
+            expect_same_runs(mesh_run, plain_run)
+            assert mesh_run.collectives == plain_run.collectives

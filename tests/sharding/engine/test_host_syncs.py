@@ -36,24 +36,24 @@ GUARD = "copy to host in jagged/_segments.py read"
 
 def waits() -> dict[str, list[str]]:
     """By how tables are cut, what a rank waits for in a step."""
-    found = {}
+    syncs_by_way = {}
     for way in WAYS:
-        with use_fake_cuda(seen := Counted()):
+        with use_fake_cuda(counts := Counted()):
             prepare = sharded_step(CUDA, way=way)
             for turn in range(2):
                 prepare(turn)()
             step = prepare(2)
-            seen.clear()
+            counts.clear()
             step()
-        found[way] = sorted(seen.syncs.elements())
-    return found
+        syncs_by_way[way] = sorted(counts.syncs.elements())
+    return syncs_by_way
 
 
 @pytest.mark.ranks
 def test_a_sharded_step_waits_twice_however_tables_are_cut() -> None:
     """It waited five times, and six where rows are cut: buckets were counted after the sizes of the batch were read."""
-    for found in run_ranks(2, waits):
-        assert found == dict.fromkeys(WAYS, SIZES)
+    for syncs_by_way in run_ranks(2, waits):
+        assert syncs_by_way == dict.fromkeys(WAYS, SIZES)
 
 
 def sharded(rows: dict[str, int], cut: Any, env: ShardingEnv, codecs: Any = None, **settings: Any) -> Any:
@@ -70,13 +70,13 @@ def batch(lengths: list[int]) -> KeyedJaggedTensor:
 
 
 def test_numbers_beside_sizes_come_in_one_copy_and_only_where_sizes_are_read() -> None:
-    with use_fake_cuda(seen := Counted()):
+    with use_fake_cuda(counts := Counted()):
         kjt, beside, later = batch([1, 0, 2, 0]), Beside(torch.tensor([7, 8]).to(CUDA)), Beside(torch.ones(2).to(CUDA))
-        seen.clear()
+        counts.clear()
         assert kjt._sizes(beside) == [1, 2]
-        assert seen.copies == {"to host": 1}
+        assert counts.copies == {"to host": 1}
         assert kjt._sizes(later) == kjt.length_per_key() == [1, 2]
-        assert seen.copies == {"to host": 1}
+        assert counts.copies == {"to host": 1}
         bad = Beside(torch.tensor([9]).to(CUDA))
         with pytest.raises(ValueError, match="lengths sum to 4, values has 3"):
             batch([1, 0, 2, 1])._sizes(bad)
@@ -112,7 +112,7 @@ def test_a_bad_batch_raises_before_its_ids_leave(
     def written(ids: Tensor, offsets: Tensor, features: Tensor, into: Any, **more: Any) -> None:
         into.host.copy_(torch.tensor(guard))
 
-    with use_fake_cuda(seen := Counted()):
+    with use_fake_cuda(counts := Counted()):
         model = sharded(
             {"a": 10, "b": 3}, lambda name, rows: layout.table_wise(name, rows, 4, 0), ShardingEnv.from_local(1, 0)
         )
@@ -121,10 +121,10 @@ def test_a_bad_batch_raises_before_its_ids_leave(
         kjt = batch(lengths)
         if known:
             kjt.length_per_key()
-        seen.clear()
+        counts.clear()
         if error is None:
             model(kjt)
-            assert seen.syncs == Counter([GUARD if known else SIZES[0], SIZES[1]])
+            assert counts.syncs == Counter([GUARD if known else SIZES[0], SIZES[1]])
             return
         with pytest.raises(error) as raised:
             model(kjt)
@@ -135,11 +135,11 @@ def compressed() -> list[str]:
     """What a rank waits for when it sends rows as fp16, with a flag."""
     exchange, codec = Exchange(dist.group.WORLD), FormatCodec(FP16)
     sizes = [4, 4]
-    with use_fake_cuda(seen := Counted()):
+    with use_fake_cuda(counts := Counted()):
         send, flag = torch.ones(8).to(CUDA), torch.full((1,), dist.get_rank(), dtype=torch.int32).to(CUDA)
-        seen.clear()
+        counts.clear()
         pending = exchange.rows(send, sizes, sizes, codec=codec, flag=flag)
-        sent = list(seen.syncs.elements())
+        sent = list(counts.syncs.elements())
         received = pending.wait()
         assert received.cpu().tolist() == [1.0] * 8 and pending.flags == [0, 1]
     return sent
@@ -151,11 +151,11 @@ FLAGS = "copy to host in sharding/comms/exchange.py read"
 
 def checked() -> list[list[str]]:
     """What a rank waits for forward, and in all: rows as fp16, then gradients that are looked at, with weights."""
-    found = []
+    syncs = []
     codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))
     policies = (LookupPolicy(), codecs), (LookupPolicy(gradient_check=GradientCheckMode.RAISE), None)
     for policy, codec in policies:
-        with use_fake_cuda(seen := Counted()):
+        with use_fake_cuda(counts := Counted()):
             model = sharded(
                 {"a": 10, "b": 10}, lambda name, rows: layout.row_wise(name, rows, 4, range(2)), environment(),
                 is_weighted=True, policy=policy, codecs=codec,
@@ -164,13 +164,13 @@ def checked() -> list[list[str]]:
             for _ in range(2):
                 ids, lengths = torch.tensor([1, 2, 9]).to(CUDA), torch.tensor([1, 0, 2, 0]).to(CUDA)
                 kjt = KeyedJaggedTensor(["a", "b"], ids, weights, lengths)
-                seen.clear()
+                counts.clear()
                 output = model(kjt).values()
-                found.append(sorted(seen.syncs.elements()))
+                syncs.append(sorted(counts.syncs.elements()))
                 output.backward(grad)
-                found.append(sorted(seen.syncs.elements()))
-        found = [*found[:-4], *found[-2:]]
-    return found
+                syncs.append(sorted(counts.syncs.elements()))
+        syncs = [*syncs[:-4], *syncs[-2:]]
+    return syncs
 
 
 @pytest.mark.ranks

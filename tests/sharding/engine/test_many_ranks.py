@@ -56,16 +56,16 @@ CPU = torch.device("cpu")
 
 def strategies(world: int) -> list[tuple[str, Any]]:
     """What becomes of each table: the name of its strategy and where it goes."""
-    hosts, found, large = world // HOST, [], iter(("row", "row", "row", "grid", "host"))
+    hosts, chosen, large = world // HOST, [], iter(("row", "row", "row", "grid", "host"))
     for n, rows in enumerate(ROWS):
         if rows > 10**7:
             kind = next(large)
-            found.append((kind, {"grid": [1, 3, 4, hosts - 1], "host": n % hosts}.get(kind)))
+            chosen.append((kind, {"grid": [1, 3, 4, hosts - 1], "host": n % hosts}.get(kind)))
         elif rows > 10**5:
-            found.append(("columns", [n % world, 7 * n % world, (n + 9) % world, (n + 20) % world]))
+            chosen.append(("columns", [n % world, 7 * n % world, (n + 9) % world, (n + 20) % world]))
         else:
-            found.append(("replica", None) if rows < 1000 else ("table", 5 * n % world))
-    return found
+            chosen.append(("replica", None) if rows < 1000 else ("table", 5 * n % world))
+    return chosen
 
 
 def shards_for(world: int, rows: Sequence[int], dim: int) -> list[Shard]:
@@ -108,8 +108,8 @@ def test_a_plan_for_the_ranks_of_a_process_group_is_that_of_the_layout(world: in
     }
     chosen = {name: makers[kind](where) for name, (kind, where) in zip(NAMES, strategies(world), strict=True)}
     plan = generators.construct_module_sharding_plan(module, chosen, local_size=HOST)
-    found = [shard for n, name in enumerate(NAMES) for shard in shards_of(name, plan[name], ROWS[n], 128, world)]
-    assert sorted(found, key=repr) == sorted(shards_for(world, ROWS, 128), key=repr)
+    shards = [shard for n, name in enumerate(NAMES) for shard in shards_of(name, plan[name], ROWS[n], 128, world)]
+    assert sorted(shards, key=repr) == sorted(shards_for(world, ROWS, 128), key=repr)
 
 
 @dataclass
@@ -127,9 +127,9 @@ class Routed:
 
 def targets(world: int) -> list[int]:
     """Ranks that are looked at: all of 64; of 512 those that hold most, their neighbours, the first and the last."""
-    held = {rank for kind, ranks in strategies(world) if kind == "columns" for rank in ranks}
-    held |= {rank for kind, rank in strategies(world) if kind == "table"}
-    return list(range(world)) if world == 64 else sorted({0, 1, 7, 8, 24, 39, world // 2, world - 1, *held})
+    holders = {rank for kind, ranks in strategies(world) if kind == "columns" for rank in ranks}
+    holders |= {rank for kind, rank in strategies(world) if kind == "table"}
+    return list(range(world)) if world == 64 else sorted({0, 1, 7, 8, 24, 39, world // 2, world - 1, *holders})
 
 
 def made(shards: Sequence[Shard], world: int) -> tuple[Routes, Sending]:
@@ -176,40 +176,40 @@ def asked_of(kjt: KeyedJaggedTensor, shard: Shard) -> Tensor:
 
 
 def test_what_a_rank_expects_of_another_is_what_that_sends(world: int) -> None:
-    found = routed(world)
+    routing = routed(world)
     for rank in targets(world):
-        receiving = Receiving(found.routes, rank, True, CPU)
+        receiving = Receiving(routing.routes, rank, True, CPU)
         # streams: ids of a table's rows [low, high) travel once, however many of its columns are here
         shards = {
             (slot.lookup, group.shards[slot.shard].rows): group.shards[slot.shard]
-            for group in found.routes.serving[rank].groups
+            for group in routing.routes.serving[rank].groups
             for slot in group.slots
         }
         assert len(shards) == receiving.streams
         expected = Step(True, receiving)
-        unpack_sizes(expected, [[step.batch, step.ids_to[rank], 0] for step in found.sent])
-        for source, step in enumerate(found.sent):
-            assert found.blocks[source][rank].shape[0] == expected.id_sizes[source]
+        unpack_sizes(expected, [[step.batch, step.ids_to[rank], 0] for step in routing.sent])
+        for source, step in enumerate(routing.sent):
+            assert routing.blocks[source][rank].shape[0] == expected.id_sizes[source]
             # those of some, counted anew
             if step.batch and source % (world // 4) == 0:
                 assert step.ids_to[rank] == sum(
-                    asked_of(found.kjts[source], shard).shape[0] for shard in shards.values()
+                    asked_of(routing.kjts[source], shard).shape[0] for shard in shards.values()
                 )
 
 
 def test_ids_of_all_ranks_arrive_in_global_order(world: int) -> None:
-    found = routed(world)
+    routing = routed(world)
     for rank in targets(world)[::4]:
-        receiving = Receiving(found.routes, rank, True, CPU)
-        step = handed_over(found.sent, receiving, rank, [blocks[rank] for blocks in found.blocks])
-        slots = [(group.shards[s.shard], s) for group in found.routes.serving[rank].groups for s in group.slots]
-        wanted = [asked_of(kjt, shard) for shard, _ in slots for kjt in found.kjts if kjt.stride()]
+        receiving = Receiving(routing.routes, rank, True, CPU)
+        step = handed_over(routing.sent, receiving, rank, [blocks[rank] for blocks in routing.blocks])
+        slots = [(group.shards[s.shard], s) for group in routing.routes.serving[rank].groups for s in group.slots]
+        wanted = [asked_of(kjt, shard) for shard, _ in slots for kjt in routing.kjts if kjt.stride()]
         assert torch.equal(step.received_ids, torch.cat(wanted).to(step.received_ids.dtype))
-        assert step.received_lengths.shape == (len(slots), sum(found.batches))
+        assert step.received_lengths.shape == (len(slots), sum(routing.batches))
 
 
 def test_every_id_goes_to_each_rank_that_has_its_row_once(world: int) -> None:
-    found = routed(world)
+    routing = routed(world)
     replicas = sum(n for n, (kind, _) in zip(IDS, strategies(world), strict=True) if kind == "replica")
     holders = {"columns": lambda where: len(set(where)), "grid": len}
     copies = sum(
@@ -217,50 +217,50 @@ def test_every_id_goes_to_each_rank_that_has_its_row_once(world: int) -> None:
         for n, (kind, where) in zip(IDS, strategies(world), strict=True)
         if kind != "replica"
     )
-    for step in found.sent:
+    for step in routing.sent:
         assert sum(step.counts) == step.batch * (copies + replicas * world)
 
 
 def test_bytes_between_ranks_are_those_that_the_plan_predicts(world: int) -> None:
-    found = routed(world)
+    routing = routed(world)
     cut = {n for n, (kind, _) in enumerate(strategies(world)) if kind in ("row", "grid", "host")}
     sources = range(0, world, world // 16)
-    predicted = {rank: predicted_bytes(found.routes, rank, found.batches, HOTNESS) for rank in sources}
+    predicted = {rank: predicted_bytes(routing.routes, rank, routing.batches, HOTNESS) for rank in sources}
     for rank in sources:
-        step = found.sent[rank]
-        for target, (pair, block) in enumerate(zip(predicted[rank], found.blocks[rank], strict=True)):
+        step = routing.sent[rank]
+        for target, (pair, block) in enumerate(zip(predicted[rank], routing.blocks[rank], strict=True)):
             assert (block.numel() - step.ids_to[target]) * 4 == pair.lengths
-            streams = found.routes.serving[target].streams
+            streams = routing.routes.serving[target].streams
             if not any(stream.lookup in cut for stream in streams):
                 assert step.ids_to[target] * 4 == pair.ids
         assert sum(step.ids_to) * 4 == pytest.approx(sum(pair.ids for pair in predicted[rank]))
     for target in targets(world)[::8]:
         # ids spread evenly over the rows of cut tables: six standard deviations
-        came = sum(found.sent[rank].ids_to[target] for rank in sources)
+        arrived = sum(routing.sent[rank].ids_to[target] for rank in sources)
         mean = sum(predicted[rank][target].ids for rank in sources) / 4
-        assert abs(came - mean) <= 6 * mean**0.5
+        assert abs(arrived - mean) <= 6 * mean**0.5
 
 
 def test_results_and_gradients_have_the_sizes_that_both_sides_expect(world: int) -> None:
-    found = routed(world)
-    some = targets(world)[:: len(targets(world)) // 6]
+    routing = routed(world)
+    sampled = targets(world)[:: len(targets(world)) // 6]
     traffic: dict[int, list[Traffic]] = {
-        rank: predicted_bytes(found.routes, rank, found.batches, HOTNESS) for rank in some
+        rank: predicted_bytes(routing.routes, rank, routing.batches, HOTNESS) for rank in sampled
     }
-    wires = {rank: PooledWire(found.routes, rank) for rank in some}
+    wires = {rank: PooledWire(routing.routes, rank) for rank in sampled}
     sizes = {
-        rank: wire.pack_gradients(found.sent[rank], torch.zeros(found.batches[rank], 26 * 128), 1, Buffers())[1]
+        rank: wire.pack_gradients(routing.sent[rank], torch.zeros(routing.batches[rank], 26 * 128), 1, Buffers())[1]
         for rank, wire in wires.items()
     }
     for rank, wire in wires.items():
         step: Any = SimpleNamespace(
-            batch=found.batches[rank], batches=found.batches, ids_to_groups=found.sent[rank].ids_to_groups
+            batch=routing.batches[rank], batches=routing.batches, ids_to_groups=routing.sent[rank].ids_to_groups
         )
         results, gradients = wire.row_sizes(step), wire.gradient_sizes(step)
-        for other in some:
-            assert results[other] * 4 == traffic[other][rank].rows
-            assert gradients[other] == sizes[other][rank]
-            assert gradients[other] * 4 == traffic[other][rank].gradients
+        for peer in sampled:
+            assert results[peer] * 4 == traffic[peer][rank].rows
+            assert gradients[peer] == sizes[peer][rank]
+            assert gradients[peer] * 4 == traffic[peer][rank].gradients
 
 
 def test_a_plan_for_hundreds_of_ranks_takes_time_in_proportion_to_its_shards(world: int) -> None:
@@ -281,10 +281,10 @@ class Meeting:
         """What every rank of the meeting gave."""
         self._given[number] = blocks
         self._barrier.wait()
-        found = [self._given[other] for other in range(len(self.ranks))]
+        gathered = [self._given[rank] for rank in range(len(self.ranks))]
         # none gives the next before all have taken this
         self._barrier.wait()
-        return found
+        return gathered
 
     def abort(self) -> None:
         self._barrier.abort()
@@ -310,8 +310,8 @@ class Recorded(Exchange):
         self.calls += 1
         self.sent += send.numel() * send.element_size()
         even = [send.shape[0] // self.world_size] * self.world_size
-        given = self._meeting.exchange(self.rank, torch.split(send, send_sizes or even))
-        blocks = [blocks[self.rank] for blocks in given]
+        gathered = self._meeting.exchange(self.rank, torch.split(send, send_sizes or even))
+        blocks = [blocks[self.rank] for blocks in gathered]
         assert [block.shape[0] for block in blocks] == (sizes or even)
         return Pending(torch.cat(blocks))
 
@@ -385,22 +385,22 @@ def test_64_ranks_in_step_call_the_same_collectives_and_find_what_one_process_do
     # the others only say that it broke their meeting
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error
-    found = [step.result() for step in steps]
+    results = [step.result() for step in steps]
     step = ["headers among 64", "ids among 64", "rows among 8", "rows among 64"]
     back = ["row gradients among 64", "row gradients among 8"]
-    for one in found:
-        assert one.log[-12:] == (step + back) * 2
-        assert one.log == found[0].log
-    assert sum(one.sent for one in found) == pytest.approx(sum(one.predicted for one in found))
+    for result in results:
+        assert result.log[-12:] == (step + back) * 2
+        assert result.log == results[0].log
+    assert sum(result.sent for result in results) == pytest.approx(sum(result.predicted for result in results))
     whole = small()
     begins = list(accumulate(batches, initial=0))
     for number in range(2):
-        mine = [batch_of(1000 * number + rank, batch, SMALL) for rank, batch in enumerate(batches)]
-        ids = torch.cat([kjt[name].values() for name in NAMES for kjt in mine])
+        kjts = [batch_of(1000 * number + rank, batch, SMALL) for rank, batch in enumerate(batches)]
+        ids = torch.cat([kjt[name].values() for name in NAMES for kjt in kjts])
         values = whole(
             KeyedJaggedTensor(NAMES, ids, lengths=torch.tensor(IDS).repeat_interleave(sum(batches)))
         ).values()
-        for rank, one in enumerate(found):
+        for rank, result in enumerate(results):
             expected = values[begins[rank] : begins[rank + 1]]
-            assert (one.outputs[number] - expected).abs().sum() <= 1e-5 * expected.abs().sum()
+            assert (result.outputs[number] - expected).abs().sum() <= 1e-5 * expected.abs().sum()
         values.backward(values.detach())

@@ -108,8 +108,8 @@ class Promise:
 
 def promise_of(job: Job, table: TableCase, world: int, local: int) -> Promise:
     """By DESIGN section 4. Gradients never depend on how rows are added, so weights may have bits that outputs lack."""
-    shards = [one for one in shards_of(table, world, local) if not one.replica]
-    cuts = tuple(sorted({one.cols for one in shards}))
+    shards = [shard for shard in shards_of(table, world, local) if not shard.replica]
+    cuts = tuple(sorted({shard.cols for shard in shards}))
     cut_by_rows = len(shards) > len(cuts)
     partial = job.mix.pooled and cut_by_rows and table.options.reduction == "partial"
     power_of_two = world & (world - 1) == 0
@@ -122,7 +122,7 @@ def promise_of(job: Job, table: TableCase, world: int, local: int) -> Promise:
 def differences(job: Job, world: int, runs: Sequence[Run]) -> list[str]:
     """Where the ranks' run is not what was promised."""
     mix, local = job.mix, job.local or min(2, world)
-    found, places = [], {table.name: n for n, table in enumerate(mix.tables)}
+    faults, places = [], {table.name: n for n, table in enumerate(mix.tables)}
     promises = [promise_of(job, table, world, local) for table in mix.tables]
     whole = alone(mix, job.optimizer, job.steps, learned=job.learned)
     wanted, bounds = [], []
@@ -141,15 +141,15 @@ def differences(job: Job, world: int, runs: Sequence[Run]) -> list[str]:
                 source = want if promise.outputs else bound
                 assert source is not None
                 # outputs of one table alone, or of all
-                first = 0 if source is not whole else [one for one, _ in mix.lookups].index(table)
+                first = 0 if source is not whole else [case for case, _ in mix.lookups].index(table)
                 expected += source.outputs[step][first : first + len(table.features)]
             expected = rows_of_rank(mix, batch, expected, begin, end)
-            for (table, feature), mine, value in zip(mix.lookups, run.outputs[step], expected, strict=True):
+            for (table, feature), tensor, value in zip(mix.lookups, run.outputs[step], expected, strict=True):
                 promise = promises[places[table.name]]
-                fault = apart(mine, value, None if promise.outputs else table.dtype)
+                fault = apart(tensor, value, None if promise.outputs else table.dtype)
                 if fault:
-                    found.append(f"rank {rank}, step {step}: {table.name} {feature}: {fault}")
-        for key, mine in [*run.weights.items(), *run.states.items()]:
+                    faults.append(f"rank {rank}, step {step}: {table.name} {feature}: {fault}")
+        for key, tensor in [*run.weights.items(), *run.states.items()]:
             place, _, state = key.partition("/")
             name, rows, cols = address(place)
             table, promise = mix.tables[places[name]], promises[places[name]]
@@ -164,30 +164,30 @@ def differences(job: Job, world: int, runs: Sequence[Run]) -> list[str]:
                 strip = promise.split.index((cols.start, cols.stop)) if of_row and promise.split else 0
                 value = value.reshape(table.rows, -1)[rows, strip if of_row else cols]
             # states are fp32 whatever the rows are
-            fault = apart(mine, value, None if promise.weights else DataType.FP32 if state else table.dtype)
+            fault = apart(tensor, value, None if promise.weights else DataType.FP32 if state else table.dtype)
             if fault:
-                found.append(f"rank {rank}: {key}: {fault}")
-    return found
+                faults.append(f"rank {rank}: {key}: {fault}")
+    return faults
 
 
-def apart(mine: Tensor, wanted: Tensor, dtype: DataType | None) -> str | None:
+def apart(tensor: Tensor, wanted: Tensor, dtype: DataType | None) -> str | None:
     """How a tensor differs from what was promised: in bits, or by more than the tolerance of its table's dtype."""
-    if mine.shape != wanted.shape:
-        return f"{list(mine.shape)} is not {list(wanted.shape)}"
+    if tensor.shape != wanted.shape:
+        return f"{list(tensor.shape)} is not {list(wanted.shape)}"
     if dtype is None:
-        return None if torch.equal(mine, wanted) else f"bits differ, by up to {(mine - wanted).abs().max()}"
-    if not mine.numel():
+        return None if torch.equal(tensor, wanted) else f"bits differ, by up to {(tensor - wanted).abs().max()}"
+    if not tensor.numel():
         return None
-    error, most = (mine.double() - wanted.double()).abs().max(), wanted.double().abs().max()
+    error, most = (tensor.double() - wanted.double()).abs().max(), wanted.double().abs().max()
     return None if error <= TOLERANCE[dtype] * most else f"apart by {error} of {most}"
 
 
 def expect_promises(jobs: Sequence[Job], world: int) -> None:
     ranks = run_ranks(world, train_all, list(jobs), timeout=60 + 2 * len(jobs))
     for number, job in enumerate(jobs):
-        found = differences(job, world, [runs[number] for runs in ranks])
-        assert not found, "\n".join(
-            [*found[:8], *map(str, job.mix.tables), str(replace(job, mix=replace(job.mix, tables=())))]
+        faults = differences(job, world, [runs[number] for runs in ranks])
+        assert not faults, "\n".join(
+            [*faults[:8], *map(str, job.mix.tables), str(replace(job, mix=replace(job.mix, tables=())))]
         )
 
 
@@ -314,10 +314,10 @@ def test_gradients_of_weights_are_those_of_one_process(world: int) -> None:
             batch, gradient = batch_of(job.mix, step), whole.weight_gradients[step]
             wanted = KeyedJaggedTensor(batch.keys(), batch.values(), gradient, batch.lengths())
             for rank, runs in enumerate(ranks):
-                mine = runs[number].weight_gradients[step]
+                rank_gradient = runs[number].weight_gradients[step]
                 expected = samples_of(wanted, *span_of(job.mix, rank, world)).weights()
                 # rows of few bits were rounded in the step before
-                fault = apart(mine, expected, DataType.FP32 if step == 0 else DataType.BF16)
+                fault = apart(rank_gradient, expected, DataType.FP32 if step == 0 else DataType.BF16)
                 assert not fault, f"rank {rank}, step {step}: {fault} {job}"
 
 

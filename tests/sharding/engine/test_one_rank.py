@@ -87,17 +87,17 @@ def saved() -> list[Tensor]:
         plain_loop(model, (batch_of(step) for step in range(2)))
         save(folder, model, optimizer, step=2)
         torch.manual_seed(9)
-        other = sharded("pws", Net("pws"))
+        loaded = sharded("pws", Net("pws"))
         step = latest(folder)
         assert step is not None
-        load(step, other, dense_optimizer(other))
-        outputs = plain_loop(other, (batch_of(step) for step in range(2, 4)))
-        return [*outputs, *state_of(other).values(), *full_state_dict(other).values()]
+        load(step, loaded, dense_optimizer(loaded))
+        outputs = plain_loop(loaded, (batch_of(step) for step in range(2, 4)))
+        return [*outputs, *state_of(loaded).values(), *full_state_dict(loaded).values()]
 
 
 def functions() -> list[Tensor]:
     """Every function of `comm_ops`, with its gradient, and batches of other ranks."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for function in (
         lambda x: comm_ops.alltoall_pooled(x, [6], [4]),
         lambda x: comm_ops.variable_batch_alltoall_pooled(x.reshape(-1), [[6]], [6], [[4]]),
@@ -109,17 +109,17 @@ def functions() -> list[Tensor]:
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
         result = function(x).wait()
         result.backward(torch.arange(float(result.numel())).view(result.shape))
-        found += [result.detach(), gradient_of(x)]
+        tensors += [result.detach(), gradient_of(x)]
     exchange = Exchange(dist.group.WORLD)
     first, part = torch.ones(3), torch.arange(4.0)
     exchange.broadcast(first)
     exchange.mean([part, first])
     assert exchange.value(b"words", 0) == b"words"
     batch = batch_of(2).pooled
-    came = KJTAllToAll(world_group(), [4])(batch).wait().wait()
+    arrived = KJTAllToAll(world_group(), [4])(batch).wait().wait()
     bags = torch.tensor([batch.stride()])
     jagged = JaggedTensorAllToAll(batch["f1"], bags, bags, world_group()).wait()
-    return [*found, first, part, came.values(), came.lengths(), jagged.values(), jagged.lengths()]
+    return [*tensors, first, part, arrived.values(), arrived.lengths(), jagged.values(), jagged.lengths()]
 
 
 JOBS: dict[str, Callable[[], list[Tensor]]] = {
@@ -136,7 +136,7 @@ JOBS: dict[str, Callable[[], list[Tensor]]] = {
 
 def both_ways() -> dict[str, tuple[int, int, list[bool]]]:
     """Of each job the collectives as ever and where they are called, and whether each tensor has the same bits."""
-    found = {}
+    outcomes = {}
     for name, job in JOBS.items():
         results: list[list[Tensor]] = []
         calls = []
@@ -147,14 +147,14 @@ def both_ways() -> dict[str, tuple[int, int, list[bool]]]:
             calls.append(called.total())
         plain, forced = results
         assert len(plain) == len(forced) > 0
-        found[name] = (*calls, [torch.equal(a, b) for a, b in zip(plain, forced, strict=True)])
-    return found
+        outcomes[name] = (*calls, [torch.equal(a, b) for a, b in zip(plain, forced, strict=True)])
+    return outcomes
 
 
 def test_collectives_of_one_rank_change_no_bit() -> None:
-    (found,) = run_ranks(1, both_ways)
-    assert found.keys() == JOBS.keys()
-    for name, (plain, forced, same) in found.items():
+    (outcomes,) = run_ranks(1, both_ways)
+    assert outcomes.keys() == JOBS.keys()
+    for name, (plain, forced, same) in outcomes.items():
         assert all(same), (name, same)
         # a header, ids, rows and their gradients in each of three steps
         assert plain == 0 and forced >= (12 if "," in name and "data_parallel" not in name else 6), (name, forced)
@@ -167,15 +167,15 @@ def compressed() -> tuple[bool, list[bool], str]:
         codecs = get_qcomm_codecs(QCommsConfig(CommType.FP16, CommType.FP16))
         comm_ops.alltoall_pooled(torch.ones(6, 4), [6], [4], codecs=codecs).wait()
         large = comm_ops.alltoall_pooled(torch.full((6, 4), 1e9), [6], [4], codecs=codecs)
-        said = error_of(large.wait)
-    rounded = [torch.equal(found[0], found[0].bfloat16().float()) for found in (plain, coded)]
-    return all(torch.equal(a, b) for a, b in zip(plain, same, strict=True)), rounded, said
+        error = error_of(large.wait)
+    rounded = [torch.equal(outputs[0], outputs[0].bfloat16().float()) for outputs in (plain, coded)]
+    return all(torch.equal(a, b) for a, b in zip(plain, same, strict=True)), rounded, error
 
 
 def test_codecs_compress_what_a_rank_sends_itself() -> None:
-    ((same, rounded, said),) = run_ranks(1, compressed)
+    ((same, rounded, error),) = run_ranks(1, compressed)
     assert same and rounded == [False, True]
-    assert said.startswith("OverflowError: ranks [0]: a number is too large for the compressed exchange (fp16)")
+    assert error.startswith("OverflowError: ranks [0]: a number is too large for the compressed exchange (fp16)")
 
 
 def failed() -> tuple[bool, str, str, tuple[int, ...]]:
@@ -183,16 +183,16 @@ def failed() -> tuple[bool, str, str, tuple[int, ...]]:
     with collectives_at_one_rank():
         model = build(Fault("backward", "raise", rank=0))
     model._watch.timeout_s = 2  # type: ignore[union-attr]
-    said = error_of(train_failing, Fault("backward", "raise", rank=0), model=model)
+    error = error_of(train_failing, Fault("backward", "raise", rank=0), model=model)
     with pytest.raises(RankFailure) as failure:
         model.module.tables(features_of(0, 0))  # type: ignore[operator, union-attr]
-    return model._watch is not None, said, str(failure.value), failure.value.ranks
+    return model._watch is not None, error, str(failure.value), failure.value.ranks
 
 
 def test_a_rank_that_fails_closes_its_group_of_one() -> None:
-    (found,) = run_ranks(1, failed)
-    assert found[:2] == (True, "ZeroDivisionError: the loader's seventh batch")
-    assert "rank 0 failed" in found[2] and found[3] == (0,)
+    (outcome,) = run_ranks(1, failed)
+    assert outcome[:2] == (True, "ZeroDivisionError: the loader's seventh batch")
+    assert "rank 0 failed" in outcome[2] and outcome[3] == (0,)
 
 
 def test_outside_of_the_block_a_rank_is_alone_again() -> None:

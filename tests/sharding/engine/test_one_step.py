@@ -101,8 +101,8 @@ def batches_of(case: Case, world: int) -> tuple[list[Any], list[list[Any]]]:
     """Batches with upstream gradients for one process, and for each rank."""
     mix, whole, ranks = case.mix, [], [[] for _ in range(world)]
     for step in range(STEPS):
-        given = batch_of(mix, step)
-        parts = [samples_of(given, *span_of(mix, rank, world)) for rank in range(world)]
+        batch = batch_of(mix, step)
+        parts = [samples_of(batch, *span_of(mix, rank, world)) for rank in range(world)]
         if case.varied:
             generator = torch.Generator().manual_seed(step)
             parts = [varied(part, generator) for part in parts]
@@ -126,12 +126,12 @@ def varied(batch: KeyedJaggedTensor, generator: torch.Generator) -> KeyedJaggedT
     """Each feature keeps some samples, at least one if there are any, which those of the full batch are drawn from."""
     full, ids, weights, lengths, strides, inverse = batch.stride(), [], [], [], [], []
     for key in list(batch.keys()):
-        one = batch[key]
+        jagged = batch[key]
         kept = int(torch.randint(1, full + 1, (1,), generator=generator)) if full else 0
-        end = int(one.lengths()[:kept].sum())
-        ids.append(one.values()[:end])
-        weights.append(None if one.weights_or_none() is None else one.weights()[:end])
-        lengths.append(one.lengths()[:kept])
+        end = int(jagged.lengths()[:kept].sum())
+        ids.append(jagged.values()[:end])
+        weights.append(None if jagged.weights_or_none() is None else jagged.weights()[:end])
+        lengths.append(jagged.lengths()[:kept])
         strides.append([kept])
         inverse.append(torch.randint(0, max(kept, 1), (full,), generator=generator))
     factors = None if weights[0] is None else torch.cat([w for w in weights if w is not None])
@@ -186,18 +186,18 @@ def has_bits(case: Case, table: TableCase, world: int) -> bool:
     """Whether a table has the bits of one process."""
     if case.dedup:
         return False
-    shards = [one for one in shards_of(table, world, min(2, world)) if not one.replica]
-    by_rows = len(shards) > len({one.cols for one in shards})
+    shards = [shard for shard in shards_of(table, world, min(2, world)) if not shard.replica]
+    by_rows = len(shards) > len({shard.cols for shard in shards})
     partial = case.mix.pooled and by_rows and table.options.reduction == "partial"
     return not (partial and table.mean)
 
 
 def faults(case: Case, world: int, want: Run, runs: Sequence[Run]) -> list[str]:
     """Where the ranks' tables and states are not those of one process."""
-    found = []
+    diffs = []
     tables = {table.name: table for table in case.mix.tables}
     for rank, run in enumerate(runs):
-        for key, mine in [*run.weights.items(), *run.states.items()]:
+        for key, tensor in [*run.weights.items(), *run.states.items()]:
             place, _, state = key.partition("/")
             name, rows, cols = address(place)
             value = want.states[f"{name}/{state}"] if state else want.weights[name]
@@ -207,22 +207,22 @@ def faults(case: Case, world: int, want: Run, runs: Sequence[Run]) -> list[str]:
                 value = value[rows][:, cols] if value.dim() == 2 else value[rows]
             table = tables[name]
             if has_bits(case, table, world):
-                if not torch.equal(mine, value):
-                    found.append(f"rank {rank}: {key}: bits differ, by up to {(mine - value).abs().max()}")
-            elif mine.numel():
-                error, most = (mine.double() - value.double()).abs(), value.double().abs().max()
+                if not torch.equal(tensor, value):
+                    diffs.append(f"rank {rank}: {key}: bits differ, by up to {(tensor - value).abs().max()}")
+            elif tensor.numel():
+                error, most = (tensor.double() - value.double()).abs(), value.double().abs().max()
                 apart = error > TOLERANCE[table.dtype] * max(most, 1e-3)
                 # where cut gradients cancel, rules that divide by their size make a step of what rounding left: of few
                 if apart.sum() > max(8, apart.numel() // 20):
-                    found.append(f"rank {rank}: {key}: {apart.sum()} apart by up to {error.max()} of {most}")
+                    diffs.append(f"rank {rank}: {key}: {apart.sum()} apart by up to {error.max()} of {most}")
     if case.learned:
         whole = want.weight_gradients
         for step in range(STEPS):
             parts = [run.weight_gradients[step] for run in runs]
-            mine = torch.cat(parts).sort().values
-            if not torch.allclose(mine, whole[step].sort().values, rtol=1e-3, atol=2e-3):
-                found.append(f"step {step}: gradients of weights")
-    return found
+            tensor = torch.cat(parts).sort().values
+            if not torch.allclose(tensor, whole[step].sort().values, rtol=1e-3, atol=2e-3):
+                diffs.append(f"step {step}: gradients of weights")
+    return diffs
 
 
 def expect_one_step(cases: Sequence[Case], world: int) -> None:
@@ -230,8 +230,8 @@ def expect_one_step(cases: Sequence[Case], world: int) -> None:
     wanted = [alone(case, world) for case in cases]
     ranks = run_ranks(world, over_ranks, list(cases), timeout=180 + 2 * len(cases))
     for number, case in enumerate(cases):
-        found = faults(case, world, wanted[number], [runs[number] for runs in ranks])
-        assert not found, "\n".join([*found[:8], *map(str, case.mix.tables), str(replace(case, mix=Mix(())))])
+        diffs = faults(case, world, wanted[number], [runs[number] for runs in ranks])
+        assert not diffs, "\n".join([*diffs[:8], *map(str, case.mix.tables), str(replace(case, mix=Mix(())))])
 
 
 @pytest.mark.parametrize("world", [2, WORLD])
@@ -283,15 +283,15 @@ def test_the_gradient_of_an_average_is_cut_before_it_is_divided(strategy: str, r
 
 def oracle_of(case: Case, world: int) -> dict[str, Tensor]:
     """The tables by the dense model, which cuts upstream gradients first."""
-    settings, found = dict(case.mix.settings), {}
+    settings, weights = dict(case.mix.settings), {}
     decay = settings["weight_decay_mode"].name.lower().replace("decouple", "decoupled")
     for table in case.mix.tables:
         run = modelled(
             case.mix, case.rule, batches_of(case, world)[0], table, [(0, table.dim)], most=settings["max_gradient"],
             decay=decay, weight_decay=settings["weight_decay"],
         )  # fmt: skip
-        found |= run.weights
-    return found
+        weights |= run.weights
+    return weights
 
 
 @pytest.mark.parametrize("rule", HYPER)
@@ -306,9 +306,9 @@ def test_cut_gradients_of_averages_train_as_the_dense_model_says(rule: str) -> N
     case = Case(Mix(tables, weighted=True, settings=settings), rule)
     want = oracle_of(case, 2)
     for run in run_ranks(2, over_ranks, [case]):
-        for key, mine in run[0].weights.items():
+        for key, weight in run[0].weights.items():
             name, rows, cols = address(key)
-            torch.testing.assert_close(mine.double(), want[name][rows, cols], rtol=2e-5, atol=2e-6)
+            torch.testing.assert_close(weight.double(), want[name][rows, cols], rtol=2e-5, atol=2e-6)
 
 
 def infinite(check: str) -> list[Tensor]:
@@ -338,7 +338,7 @@ def resumed(case: Case) -> list[dict[str, Tensor]]:
     fresh.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
     train(mix, model, batches[2:4], False)
     train(mix, fresh, batches[2:4], False)
-    return [held(one)[0] for one in (model, fresh)]
+    return [held(net)[0] for net in (model, fresh)]
 
 
 @pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad", "adam"])
@@ -359,11 +359,11 @@ def test_a_count_of_steps_that_only_rounds_rows_need_not_be_there(rule: str) -> 
     tables = (TableCase("t0", 12, 8, ("f0",), "table_wise", dtype=DataType.BF16, seed=1),)
     half = build(Mix(tables, settings=()), rule)
     full = build(Mix((replace(tables[0], dtype=DataType.FP32),), settings=()), rule)
-    ours, theirs = half.fused_optimizer(), full.fused_optimizer()
-    ours.set_optimizer_step(3)
+    half_optimizer, full_optimizer = half.fused_optimizer(), full.fused_optimizer()
+    half_optimizer.set_optimizer_step(3)
     name = "embedding_bags.t0.weight"
-    assert ours.state_dict()["state"][name]["t0.step"].item() == 3
-    assert "t0.step" not in theirs.state_dict()["state"][name]
-    theirs.load_state_dict(ours.state_dict())
-    ours.load_state_dict(theirs.state_dict())
-    assert ours.state_dict()["state"][name]["t0.step"].item() == 3
+    assert half_optimizer.state_dict()["state"][name]["t0.step"].item() == 3
+    assert "t0.step" not in full_optimizer.state_dict()["state"][name]
+    full_optimizer.load_state_dict(half_optimizer.state_dict())
+    half_optimizer.load_state_dict(full_optimizer.state_dict())
+    assert half_optimizer.state_dict()["state"][name]["t0.step"].item() == 3

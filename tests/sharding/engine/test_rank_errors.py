@@ -125,7 +125,7 @@ FAULTS: dict[str, tuple[Callable[[KeyedJaggedTensor], Any], str, str]] = {
 
 def look_up_shared() -> list[str]:
     """What a lookup of ids that one of two tables of a feature has raises, in both orders of the tables."""
-    found = []
+    errors = []
     for names in (("large", "small"), ("small", "large")):
         rows = {"large": 40, "small": 9}
         ebc = EmbeddingBagCollection([EmbeddingBagConfig(rows[n], 4, n, feature_names=["f"]) for n in names])
@@ -133,13 +133,13 @@ def look_up_shared() -> list[str]:
         plan = construct_module_sharding_plan(ebc, where, world_size=dist.get_world_size())
         model = DistributedModelParallel(ebc, plan=ShardingPlan({"": plan}))
         ids = torch.tensor([3, 12 * dist.get_rank()])
-        found.append(error_of(model, KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([1, 1]))))
-    return found
+        errors.append(error_of(model, KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([1, 1]))))
+    return errors
 
 
 def test_ids_of_a_shared_feature_are_those_of_its_smallest_table() -> None:
-    said = "IndexError: rank 1: feature 'f' (table 'small'), sample 1: id 12 is outside [0, 9)"
-    assert run_ranks(2, look_up_shared) == [[said] * 2] * 2
+    message = "IndexError: rank 1: feature 'f' (table 'small'), sample 1: id 12 is outside [0, 9)"
+    assert run_ranks(2, look_up_shared) == [[message] * 2] * 2
 
 
 def state_of(dmp: DistributedModelParallel) -> dict[str, Tensor]:
@@ -214,21 +214,21 @@ def test_wrong_weights_of_one_rank_raise_on_all() -> None:
 
 def without_gradients() -> list[list[str]]:
     """What is raised where rank 1 has no gradients in one of five steps: of the first, the second and the last."""
-    found: list[list[str]] = []
+    errors: list[list[str]] = []
     for step_of_fault in (0, 1, 4):
         dmp = build()
-        found.append([])
+        errors.append([])
         for step in range(5):
             with torch.set_grad_enabled(not (step == step_of_fault and dist.get_rank() == 1)):
                 message = error_of(lambda dmp=dmp, step=step: dmp(batch_of(step)).backward())  # type: ignore[misc]
-            found[-1] += [message] if message else []
-    return found
+            errors[-1] += [message] if message else []
+    return errors
 
 
 def test_a_rank_without_gradients_among_others_is_refused() -> None:
-    for rank, found in enumerate(run_ranks(2, without_gradients)):
-        said = f"RuntimeError: ranks [{1 - rank}] differ from this one in whether gradients are enabled"
-        assert found == [[said]] * 3
+    for rank, errors in enumerate(run_ranks(2, without_gradients)):
+        message = f"RuntimeError: ranks [{1 - rank}] differ from this one in whether gradients are enabled"
+        assert errors == [[message]] * 3
 
 
 def dense_in_backward() -> str:
@@ -240,8 +240,8 @@ def dense_in_backward() -> str:
 def test_a_dense_layer_cannot_step_before_its_gradient_is_averaged() -> None:
     """The first forward failed with "module 'torch.distributed' has no attribute 'optim'", from inside DDP."""
     for message in run_ranks(2, dense_in_backward):
-        said = "ValueError: rank 0: dense parameters ['dense.weight', 'dense.bias'] have an optimizer in the backward"
-        assert message.startswith(said)
+        prefix = "ValueError: rank 0: dense parameters ['dense.weight', 'dense.bias'] have an optimizer in the backward"
+        assert message.startswith(prefix)
 
 
 def uneven(samples: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -298,8 +298,8 @@ def reordered() -> Tensor:
 
 def test_features_in_another_order_on_one_rank_are_told_apart_by_name() -> None:
     alone = Net().ebc
-    for rank, found in enumerate(run_ranks(2, reordered)):
-        assert torch.equal(found, alone(batch_of(0, rank=rank)).values())
+    for rank, values in enumerate(run_ranks(2, reordered)):
+        assert torch.equal(values, alone(batch_of(0, rank=rank)).values())
 
 
 def with_outside_ids(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -323,8 +323,8 @@ def lookup(mode: BoundsCheckMode) -> tuple[Tensor, list[str]]:
 def test_ids_that_may_be_outside_count_as_no_id_on_every_rank(mode: BoundsCheckMode) -> None:
     torch.manual_seed(3)
     alone = EmbeddingBagCollection(tables(), policy=LookupPolicy(BoundsCheckMode.IGNORE))
-    for rank, (found, messages) in enumerate(run_ranks(2, lookup, mode)):
-        assert torch.equal(found, alone(with_outside_ids(batch_of(0, rank=rank))).values())
+    for rank, (values, messages) in enumerate(run_ranks(2, lookup, mode)):
+        assert torch.equal(values, alone(with_outside_ids(batch_of(0, rank=rank))).values())
         assert len([m for m in messages if "counts as no id" in m]) == (mode is BoundsCheckMode.WARNING)
 
 

@@ -51,9 +51,9 @@ def collection(
     torch.manual_seed(3)
     named, policy = (features or FEATURES).items(), LookupPolicy(mode)
     if kind == "rows":
-        rows = [EmbeddingConfig(ROWS, 4, name, feature_names=list(own)) for name, own in named]
+        rows = [EmbeddingConfig(ROWS, 4, name, feature_names=list(keys)) for name, keys in named]
         return EmbeddingCollection(rows, policy=policy)
-    bags = [EmbeddingBagConfig(ROWS, 4, name, feature_names=list(own)) for name, own in named]
+    bags = [EmbeddingBagConfig(ROWS, 4, name, feature_names=list(keys)) for name, keys in named]
     return EmbeddingBagCollection(bags, is_weighted=kind == "weighted bags", policy=policy)
 
 
@@ -86,16 +86,16 @@ def values_of(out: Any) -> Tensor:
 
 def train(kind: str, order: list[str]) -> list[Tensor]:
     """Outputs of three steps and the tables after them; rank 1 has its keys in `order`."""
-    dmp, found = sharded(collection(kind)), []
+    dmp, tensors = sharded(collection(kind)), []
     for number in range(3):
         kjt = batch_of(number, dist.get_rank())
         out = dmp(in_order(kjt, order) if dist.get_rank() == 1 else kjt)
         if isinstance(out, dict):
-            found += [out[key].lengths() for key in sorted(out)]
+            tensors += [out[key].lengths() for key in sorted(out)]
         values = values_of(out)
         values.backward(torch.arange(float(values.numel())).view(values.shape))
-        found.append(values.detach())
-    return [*found, *local_tensors(dmp.state_dict()).values()]
+        tensors.append(values.detach())
+    return [*tensors, *local_tensors(dmp.state_dict()).values()]
 
 
 def train_in_each_order(kind: str) -> list[list[Tensor]]:
@@ -105,10 +105,10 @@ def train_in_each_order(kind: str) -> list[list[Tensor]]:
 @pytest.mark.parametrize("kind", ["bags", "weighted bags", "rows"])
 def test_27_the_order_of_keys_on_a_rank_changes_no_bit(kind: str) -> None:
     """Outputs, and the tables that all ranks trained together."""
-    for same, *others in run_ranks(2, train_in_each_order, kind):
-        for found in others:
-            assert len(found) == len(same) >= 6
-            assert all(map(torch.equal, found, same))
+    for reference, *others in run_ranks(2, train_in_each_order, kind):
+        for tensors in others:
+            assert len(tensors) == len(reference) >= 6
+            assert all(map(torch.equal, tensors, reference))
 
 
 # what rank 1 has, and what all say
@@ -131,39 +131,39 @@ TABLE_ORDERS: dict[str, tuple[dict[str, list[str]], str]] = {
 
 def refused(kind: str) -> list[str]:
     """What is said to each of TABLE_ORDERS; nobody is left waiting."""
-    found = []
+    errors = []
     for features, _ in TABLE_ORDERS.values():
         module = collection(kind, features if dist.get_rank() == 1 else None)
-        found.append(error_of(sharded, module))
+        errors.append(error_of(sharded, module))
         sharded(collection(kind))(batch_of(0, dist.get_rank()))
-    return found
+    return errors
 
 
 @pytest.mark.parametrize("kind", ["bags", "rows"])
 def test_27_tables_in_another_order_on_a_rank_are_refused(kind: str) -> None:
     """Lookups travel by number: number 0 of one rank would be another feature on the other."""
-    said = "RuntimeError: ranks differ in what all must share:"
-    assert run_ranks(2, refused, kind) == [[f"{said} {difference}" for _, difference in TABLE_ORDERS.values()]] * 2
+    prefix = "RuntimeError: ranks differ in what all must share:"
+    assert run_ranks(2, refused, kind) == [[f"{prefix} {difference}" for _, difference in TABLE_ORDERS.values()]] * 2
 
 
 def missing() -> list[tuple[str, Tensor]]:
     """What is raised where rank 1 lacks each key, and the values of a good batch after it."""
-    dmp, found = sharded(collection("weighted bags")), []
+    dmp, outcomes = sharded(collection("weighted bags")), []
     before = [value.clone() for value in local_tensors(dmp.state_dict()).values()]
     kjt = batch_of(0, dist.get_rank())
     for key in KEYS:
         less = kjt.permute([i for i, name in enumerate(KEYS) if name != key or dist.get_rank() == 0])
-        said = error_of(dmp, less)
+        error = error_of(dmp, less)
         assert all(map(torch.equal, before, local_tensors(dmp.state_dict()).values()))
-        found.append((said, dmp(kjt).values().detach()))
-    return found
+        outcomes.append((error, dmp(kjt).values().detach()))
+    return outcomes
 
 
 def test_27_keys_that_only_one_rank_has() -> None:
     """The features after the missing one do not move up to its place."""
     model = collection("weighted bags")
-    for rank, found in enumerate(run_ranks(2, missing)):
-        for key, (text, values) in zip(KEYS, found, strict=True):
+    for rank, outcomes in enumerate(run_ranks(2, missing)):
+        for key, (text, values) in zip(KEYS, outcomes, strict=True):
             others = [name for name in KEYS if name != key]
             assert text == f"KeyError: rank 1: features [{key!r}] are not in the batch, which has {others}"
             assert torch.equal(values, model(batch_of(0, rank)).values())
@@ -206,22 +206,22 @@ MISFITS: dict[str, dict[str, list[int]]] = {
 
 
 def unfit(kind: str, mode: BoundsCheckMode) -> dict[str, str]:
-    dmp, found, ids = sharded(collection(kind, mode=mode)), {}, torch.arange(12) % ROWS
+    dmp, errors, ids = sharded(collection(kind, mode=mode)), {}, torch.arange(12) % ROWS
     good = KeyedJaggedTensor(KEYS, ids, lengths=torch.ones(12, dtype=torch.int64))
     before = [value.clone() for value in local_tensors(dmp.state_dict()).values()]
     for name, bags in MISFITS.items():
-        given: dict[str, Any] = {what: torch.tensor(numbers) for what, numbers in bags.items()}
-        mine = KeyedJaggedTensor(KEYS, ids, **given) if dist.get_rank() == 1 else good
-        found[name] = error_of(lambda mine=mine: values_of(dmp(mine)).sum().backward())  # type: ignore[misc]
-        assert all(map(torch.equal, before, local_tensors(dmp.state_dict()).values())), found
+        arguments: dict[str, Any] = {keyword: torch.tensor(numbers) for keyword, numbers in bags.items()}
+        kjt = KeyedJaggedTensor(KEYS, ids, **arguments) if dist.get_rank() == 1 else good
+        errors[name] = error_of(lambda kjt=kjt: values_of(dmp(kjt)).sum().backward())  # type: ignore[misc]
+        assert all(map(torch.equal, before, local_tensors(dmp.state_dict()).values())), errors
     values_of(dmp(good)).sum().backward()
-    return found
+    return errors
 
 
 @pytest.mark.parametrize("kind", ["bags", "rows"])
 @pytest.mark.parametrize("mode", list(BoundsCheckMode), ids=lambda mode: mode.name)
 def test_6_7_8_9_bags_of_a_rank_that_do_not_fit_raise_on_all_in_every_mode(mode: BoundsCheckMode, kind: str) -> None:
     """Modes speak of ids: with IGNORE nobody looked at bags, and a length of -1 would travel to the other ranks."""
-    for found in run_ranks(2, unfit, kind, mode):
-        for name, text in found.items():
+    for errors in run_ranks(2, unfit, kind, mode):
+        for name, text in errors.items():
             assert text.startswith("ValueError: rank 1:"), name

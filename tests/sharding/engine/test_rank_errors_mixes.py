@@ -59,33 +59,33 @@ def spoiled(kjt: KeyedJaggedTensor, value: int) -> tuple[KeyedJaggedTensor, int]
 
 def with_bad_ids(pooled: bool) -> list[tuple[str, list[str], str]]:
     """For each strategy what was raised by bad steps between good ones, and what should have been."""
-    env, optimizers, found = environment(2), cycle(OPTIMIZERS), []
+    env, optimizers, outcomes = environment(2), cycle(OPTIMIZERS), []
     for strategy in STRATEGIES:
         mix, optimizer = mix_for(strategy, pooled=pooled), next(optimizers)
-        model, said = shard(mix, build(mix, optimizer), env), []
+        model, errors = shard(mix, build(mix, optimizer), env), []
         steps, wanted = range(len(BAD)), []
         batches = zip(BAD, batches_of_rank(mix, steps), batches_of_rank(mix, steps, BAD_RANK), strict=True)
-        for value, (mine, upstream), (theirs, _) in batches:
-            bad, sample = spoiled(theirs, value)
+        for value, (batch, upstream), (other_batch, _) in batches:
+            bad, sample = spoiled(other_batch, value)
             wanted.append(
                 f"IndexError: rank 2: feature 'f2' (table 't1'), sample {sample}: id {value} is outside [0, 41)"
             )
             before = held(model)
-            given = bad if env.rank == BAD_RANK else mine
-            said.append(error_of(model, given))
+            rank_batch = bad if env.rank == BAD_RANK else batch
+            errors.append(error_of(model, rank_batch))
             assert all(map(same_tensors, before, held(model)))
-            backward(by_lookup(mix, model(mine)), upstream)
+            backward(by_lookup(mix, model(batch)), upstream)
         good = train_sharded(mix, optimizer, len(BAD), env)
         assert all(map(same_tensors, (good.weights, good.states), held(model)))
-        found.append((strategy, said, "\n".join(wanted)))
-    return found
+        outcomes.append((strategy, errors, "\n".join(wanted)))
+    return outcomes
 
 
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
 def test_04_a_bad_id_of_one_rank_raises_on_all_and_leaves_no_trace(pooled: bool) -> None:
     for runs in run_ranks(4, with_bad_ids, pooled, timeout=DEADLINE):
-        for strategy, said, wanted in runs:
-            assert "\n".join(said) == wanted, strategy
+        for strategy, errors, wanted in runs:
+            assert "\n".join(errors) == wanted, strategy
 
 
 def without_tables() -> None:

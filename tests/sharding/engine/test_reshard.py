@@ -72,7 +72,7 @@ def go_over(model: Any, mix: Mix, **more: Any) -> None:
     model.reshard(shards, {table.name: table.options for table in mix.tables}, **more)
 
 
-def train_through(plans: list[Mix], optimizer: str, each: int) -> tuple[list[list[Tensor]], Any]:
+def train_through(plans: list[Mix], optimizer: str, steps_per_plan: int) -> tuple[list[list[Tensor]], Any]:
     """Some steps under each plan; outputs, what this rank holds at the end, and what its parameters are."""
     model = shard(plans[0], build(plans[0], optimizer), environment())
     before = [id(param) for param in model.parameters()]
@@ -80,7 +80,7 @@ def train_through(plans: list[Mix], optimizer: str, each: int) -> tuple[list[lis
     for number, mix in enumerate(plans):
         if number:
             go_over(model, mix)
-        outputs += train_on(mix, model, range(number * each, (number + 1) * each))
+        outputs += train_on(mix, model, range(number * steps_per_plan, (number + 1) * steps_per_plan))
     assert [id(param) for param in model.parameters()] == before
     last = plans[-1]
     fresh = shard(last, build(last, optimizer), environment())
@@ -90,10 +90,10 @@ def train_through(plans: list[Mix], optimizer: str, each: int) -> tuple[list[lis
     return outputs, held(model)
 
 
-def expect_one_process(plans: list[Mix], optimizer: str, each: int, world: int) -> None:
-    steps = range(each * len(plans))
+def expect_one_process(plans: list[Mix], optimizer: str, steps_per_plan: int, world: int) -> None:
+    steps = range(steps_per_plan * len(plans))
     run = train_alone(plans[0], optimizer, len(steps))
-    ranks = run_ranks(world, train_through, plans, optimizer, each)
+    ranks = run_ranks(world, train_through, plans, optimizer, steps_per_plan)
     expect_outputs(plans[0], run, [outputs for outputs, _ in ranks], steps)
     for _, (weights, states) in ranks:
         expect_held(run, weights, states)
@@ -131,10 +131,10 @@ def resplit(plan: str) -> tuple[str, Any, Any]:
         "whole": table_wise("t", 4, 8, 1),
         "rows": row_wise("t", 4, 8, [1, 0]),
     }
-    told = error_of(model.reshard, cuts[plan])
+    error = error_of(model.reshard, cuts[plan])
     unchanged = held(model)[1]
     model.reshard(cuts[plan], resplit="mean")
-    return told, unchanged, held(model)[1]
+    return error, unchanged, held(model)[1]
 
 
 def sharded(module: EmbeddingBagCollection, shards: list[Shard]) -> ShardedEmbeddingBagCollection:
@@ -151,16 +151,16 @@ def test_numbers_per_row_of_other_column_blocks_are_averaged_only_on_request(pla
         "whole": {"t|0:4|0:8": 25.0},
         "rows": {"t|0:2|0:8": 25.0, "t|2:4|0:8": 25.0},
     }[plan]
-    found: dict[str, Tensor] = {}
-    for told, unchanged, states in run_ranks(2, resplit, plan):
+    averages: dict[str, Tensor] = {}
+    for error, unchanged, states in run_ranks(2, resplit, plan):
         assert re.search(
-            r"^ValueError: rank 0: table 't': .*of columns \[\(0, 2\), \(2, 6\), \(6, 8\)\].*resplit='mean'", told
-        ), told
+            r"^ValueError: rank 0: table 't': .*of columns \[\(0, 2\), \(2, 6\), \(6, 8\)\].*resplit='mean'", error
+        ), error
         assert set(unchanged) <= {"t|0:4|0:2/momentum1", "t|0:4|2:6/momentum1", "t|0:4|6:8/momentum1"}
-        found.update(states)
-    assert found.keys() == {f"{key}/momentum1" for key in wanted}
+        averages.update(states)
+    assert averages.keys() == {f"{key}/momentum1" for key in wanted}
     for key, extra in wanted.items():
-        assert torch.equal(found[f"{key}/momentum1"], torch.arange(4.0)[address(key)[1]] + extra)
+        assert torch.equal(averages[f"{key}/momentum1"], torch.arange(4.0)[address(key)[1]] + extra)
 
 
 def refusals() -> dict[str, str]:
@@ -168,24 +168,24 @@ def refusals() -> dict[str, str]:
     model = shard(mix, build(mix, "adam"), environment())
     before = held(model)
     good = [shard for table in mix.tables for shard in shards_of(table, 2, 2)]
-    mine = table_wise("t0", 5, 8, dist.get_rank())
+    own_table = table_wise("t0", 5, 8, dist.get_rank())
     attempts: dict[str, Any] = {
         "cells missing": lambda: model.reshard(good[:-1]),
         "unknown table": lambda: model.reshard(good, {"x": TableOptions()}),
         "unknown rule": lambda: model.reshard(good, resplit="sum"),
         "one rank alone": lambda: model.reshard(good[:-1] if dist.get_rank() == 1 else good),
-        "another plan": lambda: model.reshard([*mine, *good[1:]]),
+        "another plan": lambda: model.reshard([*own_table, *good[1:]]),
     }
-    found = {}
+    errors = {}
     for case, attempt in attempts.items():
-        found[case] = error_of(attempt)
+        errors[case] = error_of(attempt)
         assert all(map(same_tensors, before, held(model)))
     train_on(mix, model, range(1))
-    return found
+    return errors
 
 
 def test_what_cannot_be_is_refused_on_all_ranks_and_changes_nothing() -> None:
-    for found in run_ranks(2, refusals):
+    for errors in run_ranks(2, refusals):
         expected = {
             "cells missing": r"^ValueError: rank 0: table 't2': shards hold 16 of 56 cells",
             "unknown table": r"^ValueError: rank 0: options are given for tables \['x'\]",
@@ -193,9 +193,9 @@ def test_what_cannot_be_is_refused_on_all_ranks_and_changes_nothing() -> None:
             "one rank alone": r"^ValueError: rank 1: table 't2'",
             "another plan": r"^RuntimeError: ranks differ in what all must share: place of table",
         }
-        assert found.keys() == expected.keys()
+        assert errors.keys() == expected.keys()
         for case, pattern in expected.items():
-            assert re.search(pattern, found[case]), found[case]
+            assert re.search(pattern, errors[case]), errors[case]
 
 
 def rates() -> list[float]:
@@ -207,15 +207,15 @@ def rates() -> list[float]:
     schedule.step()
     # not yet with the tables
     go_over(model, other)
-    found = [group.lr for group in model._tables.groups]
+    lrs = [group.lr for group in model._tables.groups]
     fused.step()
-    return found + [group.lr for group in model._tables.groups]
+    return lrs + [group.lr for group in model._tables.groups]
 
 
 def test_learning_rates_and_schedules_stay() -> None:
-    for found in run_ranks(2, rates):
-        half = len(found) // 2
-        assert found == [0.05] * half + [0.025] * half
+    for lrs in run_ranks(2, rates):
+        half = len(lrs) // 2
+        assert lrs == [0.05] * half + [0.025] * half
 
 
 def table(name: str, feature: str, rows: int = 9) -> EmbeddingBagConfig:
@@ -248,12 +248,12 @@ def plan_by(net: Net, cut: Any) -> ShardingPlan:
 
 
 def losses(dmp: DistributedModelParallel, steps: range) -> list[float]:
-    found = []
+    history = []
     for step in steps:
         loss = dmp(random_kjt({"a": 9, "b": 9}, 3, seed=step + 10 * dist.get_rank()))
         loss.backward()
-        found.append(float(loss.detach()))
-    return found
+        history.append(float(loss.detach()))
+    return history
 
 
 def go_over_model(form: str) -> tuple[list[float], list[float], float, str, list[str]]:
@@ -261,7 +261,7 @@ def go_over_model(form: str) -> tuple[list[float], list[float], float, str, list
     rows, columns = generators.row_wise(), generators.column_wise([1, 0])
     dmp = DistributedModelParallel(net, plan=plan_by(net, generators.table_wise(1)))
     fused = dmp.fused_optimizer
-    found = losses(dmp, range(2))
+    history = losses(dmp, range(2))
     volume = -1.0
     for cut, steps in ((rows, range(2, 4)), (columns, range(4, 6))):
         plan = plan_by(Net(), cut).plan["ebc"]
@@ -271,25 +271,25 @@ def go_over_model(form: str) -> tuple[list[float], list[float], float, str, list
             "plan": (plan, "ebc"),
         }  # fmt: skip
         volume = dmp.reshard(*forms[form])
-        found += losses(dmp, steps)
+        history += losses(dmp, steps)
         assert dmp.plan.plan["ebc"]["a"] == plan["a"]
     # optimizers made before see the tables where they are now
     names = [key for values in fused.state_dict()["state"].values() for key in values if key.startswith("a.")]
     fresh = DistributedModelParallel(Net(), plan=plan_by(Net(), generators.table_wise(1)))
     unknown: list[dict[str, Any]] = [{"x": (0.0, {})}, {"ebc": (0.0, {"x": plan["a"]})}, dict(plan)]
-    for given, message in zip(unknown, ("'x'", "tables .'x'", "sharded_module_fqn"), strict=True):
+    for argument, message in zip(unknown, ("'x'", "tables .'x'", "sharded_module_fqn"), strict=True):
         with pytest.raises(ValueError, match=message):
-            dmp.reshard(given)
+            dmp.reshard(argument)
     assert dmp.sparse_grad_parameter_names() == ["sparse.weight"]
     assert [name for name, _ in dmp.bare_named_parameters()] == [name for name, _ in Net().named_parameters()]
-    return found, losses(fresh, range(6)), volume, str(dmp.plan), names
+    return history, losses(fresh, range(6)), volume, str(dmp.plan), names
 
 
 @pytest.mark.parametrize("form, volume", [("delta", 1.5), ("named", 1.5), ("plan", 2 * 9 * 8 * 4 / 2**20)])
 def test_a_model_is_resharded_by_a_plan_of_what_changes(form: str, volume: float) -> None:
-    for found, wanted, told, plan, names in run_ranks(2, go_over_model, form):
-        assert found == pytest.approx(wanted, abs=1e-6)
-        assert told == volume
+    for history, wanted, reshard_volume, plan, names in run_ranks(2, go_over_model, form):
+        assert history == pytest.approx(wanted, abs=1e-6)
+        assert reshard_volume == volume
         assert "column_wise" in plan
         assert names == ["a.momentum1", "a.momentum2", "a.step"]
 
@@ -310,6 +310,6 @@ def counts() -> tuple[str, str]:
 def test_tables_that_would_count_updates_together_must_agree_on_them() -> None:
     """Adam reads the number, and tables that share a group share it."""
     for message, dense in run_ranks(2, counts):
-        found = re.search(r"^ValueError: tables \['t0', 't1', 't2'\] have seen .*, (\[.*\]), and", message)
-        assert found and set(found[1]) == set("[0, 5]"), message
+        match = re.search(r"^ValueError: tables \['t0', 't1', 't2'\] have seen .*, (\[.*\]), and", message)
+        assert match and set(match[1]) == set("[0, 5]"), message
         assert dense.startswith("ValueError: rank 0: table 't' is replicated and trained by its gradient")

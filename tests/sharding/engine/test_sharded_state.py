@@ -67,8 +67,8 @@ def whole_of(parts: list[tuple[Any, list[tuple[list[int], Tensor]]]]) -> Tensor:
     """The tensor whose pieces, (offsets, values), all ranks told; each piece of it once."""
     size = parts[0][0]
     whole, times = torch.zeros(size), torch.zeros(size, dtype=torch.int64)
-    for told, pieces in parts:
-        assert told == size
+    for rank_size, pieces in parts:
+        assert rank_size == size
         for offsets, piece in pieces:
             place = tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))
             whole[place] = piece
@@ -80,7 +80,7 @@ def whole_of(parts: list[tuple[Any, list[tuple[list[int], Tensor]]]]) -> Tensor:
 def told(value: Any) -> tuple[Any, list[tuple[list[int], Tensor]]]:
     """Size and local pieces; a plain tensor is rank 0's to tell."""
     if isinstance(value, ShardedTensor):
-        pieces = [(list(one.metadata.shard_offsets), one.tensor.detach().clone()) for one in value.local_shards()]
+        pieces = [(list(shard.metadata.shard_offsets), shard.tensor.detach().clone()) for shard in value.local_shards()]
         return tuple(value.metadata().size), pieces
     return tuple(value.shape), [([0] * value.dim(), value.detach().clone())] if dist.get_rank() == 0 else []
 
@@ -227,7 +227,7 @@ def refusals() -> dict[str, str]:
     before = {name: value.clone() for name, value in local_tensors(model.state_dict()).items()}
     for param in whole.parameters():
         param.data.fill_(5.0)
-    found = {}
+    errors = {}
     good, c = whole.state_dict(), "embedding_bags.c.weight"
     attempts: dict[str, Callable[[], Any]] = {
         "another plan": lambda: model.load_state_dict({**good, c: other.state_dict()[c]}),
@@ -237,11 +237,11 @@ def refusals() -> dict[str, str]:
         "strange name": lambda: model.fused_optimizer.load_state_dict({"state": {"x.weight": {}}}),
     }  # fmt: skip
     for case, attempt in attempts.items():
-        found[case] = error_of(attempt)
+        errors[case] = error_of(attempt)
         assert same_tensors(before, local_tensors(model.state_dict())), case
     # keys are reported as any module reports them
     odd = {"embedding_bags.a.weight": good["embedding_bags.a.weight"], "odd": torch.ones(1)}
-    found["keys"] = error_of(model.load_state_dict, odd)
+    errors["keys"] = error_of(model.load_state_dict, odd)
     lenient = model.load_state_dict({**good, "odd": torch.ones(1)}, strict=False)
     assert (lenient.missing_keys, lenient.unexpected_keys) == ([], ["odd"])
     assert all(bool((param == 5).all()) for param in model.parameters())
@@ -252,11 +252,11 @@ def refusals() -> dict[str, str]:
     assert same_tensors(before, local_tensors(model.state_dict()))
     model.fused_optimizer.resplit = "mean"
     model.fused_optimizer.load_state_dict(whole.fused_optimizer().state_dict())
-    return found
+    return errors
 
 
 def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
-    for found in run_ranks(2, refusals):
+    for errors in run_ranks(2, refusals):
         expected = {
             "another plan": r"^ValueError: table 'c' \(embedding_bags\.c\.weight\): rank 0 needs \[0, 6\) x \[0, 4\)"
             r" and has \['\[0, 3\) x \[0, 8\)'\] .*another plan.*torch\.distributed\.checkpoint",
@@ -267,9 +267,9 @@ def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
             "strange name": r"^ValueError: .*unexpected \['x\.weight'\]",
             "keys": r'^RuntimeError: .*Missing key.*"embedding_bags\.b\.weight".*Unexpected key.*"odd"',
         }
-        assert found.keys() == expected.keys()
+        assert errors.keys() == expected.keys()
         for case, pattern in expected.items():
-            assert re.search(pattern, found[case], re.DOTALL), found[case]
+            assert re.search(pattern, errors[case], re.DOTALL), errors[case]
 
 
 def test_one_process_without_a_group_publishes_whole_tables() -> None:
@@ -354,17 +354,17 @@ def test_a_sharded_state_dict_is_gathered_on_rank_0(world: int, dtensors: bool, 
     ranks = run_ranks(world, gathered, mix, dtensors, dtype)
     if world > 1:
         assert ("DTensor" if dtensors else "ShardedTensor") in ranks[0][1]
-    for rank, (found, _) in enumerate(ranks):
-        assert len(found) == len(alone) + 1 and torch.equal(found["dense"], torch.full((2,), 3.0, dtype=dtype))
+    for rank, (state, _) in enumerate(ranks):
+        assert len(state) == len(alone) + 1 and torch.equal(state["dense"], torch.full((2,), 3.0, dtype=dtype))
         for name, weight in alone.items():
             replicated = "data_parallel" in name
             wanted = weight if rank == 0 or replicated else torch.full_like(weight, -7.0)
-            assert torch.equal(found[name], wanted.to(dtype)), (rank, name)
+            assert torch.equal(state[name], wanted.to(dtype)), (rank, name)
 
 
 def wrong_targets() -> list[str]:
     mix = Mix((TableCase("a", 12, 8, ("a",), "row_wise"),))
-    state, found = state_of(mix, False), []
+    state, errors = state_of(mix, False), []
     name = "embedding_bags.a.weight"
     good = {name: torch.zeros(12, 8)}
     lone: list[tuple[dict[str, Any], dict[str, Tensor]]] = [
@@ -372,22 +372,20 @@ def wrong_targets() -> list[str]:
         ({name: state[name]}, {**good, "lost": torch.zeros(2)}),
         ({**state, "dense": 3}, {**good, "dense": torch.zeros(2)}),
     ]
-    for given in lone:
+    for pair in lone:
         # only rank 0 has the fault
-        found.append(
-            error_of(lambda given=given: state_dict_gather(*(given if dist.get_rank() == 0 else (state, good))))
-        )  # type: ignore[misc]
+        errors.append(error_of(lambda pair=pair: state_dict_gather(*(pair if dist.get_rank() == 0 else (state, good)))))  # type: ignore[misc]
     with pytest.raises(RuntimeError, match="ranks differ in what all must share: names to gather, in their order"):
         state_dict_gather({**state, "b": state[name]}, {("b" if dist.get_rank() else name): torch.zeros(12, 8)})
     state_dict_gather(state, good)
-    return found
+    return errors
 
 
 def test_what_is_wrong_on_rank_0_is_raised_on_all() -> None:
     wrong = "src has shape (12, 8), dst (12, 4)"
-    for found in run_ranks(2, wrong_targets):
-        assert wrong in found[0] and "src has no 'lost'" in found[1]
-        assert "'dense': a tensor is what can be gathered, not int" in found[2]
+    for errors in run_ranks(2, wrong_targets):
+        assert wrong in errors[0] and "src has no 'lost'" in errors[1]
+        assert "'dense': a tensor is what can be gathered, not int" in errors[2]
 
 
 def names_and_moves(mix: Mix, dtensors: bool) -> tuple[list[str], dict[str, Any], dict[str, str], set[str]]:
@@ -396,8 +394,8 @@ def names_and_moves(mix: Mix, dtensors: bool) -> tuple[list[str], dict[str, Any]
     moved = state_dict_to_device(state, world_group(), torch.device("cpu"))
     assert list(moved) == sorted(state)
     for name, value in moved.items():
-        here, before = local_part(value), local_part(state[name])
-        assert here is None or torch.equal(here, before)
+        moved_part, before = local_part(value), local_part(state[name])
+        assert moved_part is None or torch.equal(moved_part, before)
     # what only some ranks have: a table on one rank is a ShardedTensor without pieces on the others, as upstream's are
     lone = dict(state)
     if rank:
@@ -410,7 +408,7 @@ def names_and_moves(mix: Mix, dtensors: bool) -> tuple[list[str], dict[str, Any]
             param.zero_()
     model.load_state_dict({name: value for name, value in back.items() if name != "dense"})
     meta = state_dict_to_device(state, world_group(), "meta")
-    places = {str(one.placement) for one in meta["embedding_bags.row_wise.weight"].metadata().shards_metadata}
+    places = {str(shard.placement) for shard in meta["embedding_bags.row_wise.weight"].metadata().shards_metadata}
     return (
         names, {name: told(value) for name, value in model.state_dict().items()},
         {name: type(value).__name__ for name, value in back.items()}, places,
@@ -434,14 +432,14 @@ def test_names_of_all_ranks_and_values_on_a_device() -> None:
 
 def cannot_move() -> list[str]:
     mix = Mix((TableCase("a", 12, 8, ("a",), "row_wise"),))
-    found = []
+    errors = []
     dtensor = "embedding_bags.a.weight"
     for dtensors, bad in ((False, {"dense": None}), (True, {dtensor: None}), (False, {"extra": "text"})):
         state = state_of(mix, dtensors)
         if dist.get_rank() == 1:
             state = {name: value for name, value in {**state, **bad}.items() if value is not None}
-        found.append(error_of(state_dict_to_device, state, world_group(), "cpu"))
-    return found
+        errors.append(error_of(state_dict_to_device, state, world_group(), "cpu"))
+    return errors
 
 
 def test_what_cannot_be_moved_is_named_on_all_ranks() -> None:

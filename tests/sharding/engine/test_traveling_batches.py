@@ -73,10 +73,10 @@ KEEP = {"f0": [0, 2], "f1": [1], "f2": [0, 1, 2], "f3": [2, 0]}
 def kept_once(kjt: KeyedJaggedTensor, full: int = 6) -> KeyedJaggedTensor:
     """The samples that each feature keeps, and inverse indices that cycle through them."""
     keys = list(KEEP)
-    mine = [samples_of(kjt, s, s + 1)[key] for key in keys for s in KEEP[key]]
+    bags = [samples_of(kjt, s, s + 1)[key] for key in keys for s in KEEP[key]]
     inverse = [[s % len(KEEP[key]) for s in range(full)] for key in keys]
     return KeyedJaggedTensor(
-        keys, torch.cat([one.values() for one in mine]), lengths=torch.cat([one.lengths() for one in mine]),
+        keys, torch.cat([bag.values() for bag in bags]), lengths=torch.cat([bag.lengths() for bag in bags]),
         stride_per_key_per_rank=[[len(KEEP[key])] for key in keys], inverse_indices=(keys, torch.tensor(inverse)),
     )  # fmt: skip
 
@@ -84,8 +84,8 @@ def kept_once(kjt: KeyedJaggedTensor, full: int = 6) -> KeyedJaggedTensor:
 def in_full(kjt: KeyedJaggedTensor, full: int = 6) -> KeyedJaggedTensor:
     """The same batch written out."""
     kept = [(key, KEEP[key][s % len(KEEP[key])]) for key in KEEP for s in range(full)]
-    mine = [samples_of(kjt, s, s + 1)[key] for key, s in kept]
-    ids, lengths = torch.cat([one.values() for one in mine]), torch.cat([one.lengths() for one in mine])
+    bags = [samples_of(kjt, s, s + 1)[key] for key, s in kept]
+    ids, lengths = torch.cat([bag.values() for bag in bags]), torch.cat([bag.lengths() for bag in bags])
     return KeyedJaggedTensor(list(KEEP), ids, lengths=lengths)
 
 
@@ -100,19 +100,21 @@ def train_on(model: Any, batches: Iterable[KeyedJaggedTensor]) -> tuple[list[Ten
 
 
 def expect_close(
-    found: tuple[list[Tensor], dict[str, Tensor]],
-    wanted: tuple[list[Tensor], dict[str, Tensor]],
+    actual: tuple[list[Tensor], dict[str, Tensor]],
+    expected: tuple[list[Tensor], dict[str, Tensor]],
     tolerance: float = 1e-5,
 ) -> None:
     """Outputs and weights."""
-    for a, b in zip([*found[0], *found[1].values()], [*wanted[0], *wanted[1].values()], strict=True):
+    for a, b in zip([*actual[0], *actual[1].values()], [*expected[0], *expected[1].values()], strict=True):
         assert a.numel() == 0 or (a - b).abs().max() <= tolerance
-    assert found[1].keys() == wanted[1].keys()
+    assert actual[1].keys() == expected[1].keys()
 
 
 def train_both_ways(mix: Mix) -> list[tuple[list[Tensor], dict[str, Tensor], int]]:
     batches = [batch_of_rank(mix, 3, step) for step in range(3)]
-    return [train_on(shard(mix, build(mix, "adam"), environment()), map(how, batches)) for how in (kept_once, in_full)]
+    return [
+        train_on(shard(mix, build(mix, "adam"), environment()), map(form, batches)) for form in (kept_once, in_full)
+    ]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -131,20 +133,20 @@ def train_with_and_without_dedup(mix: Mix) -> list[tuple[list[Tensor], dict[str,
 def test_ids_that_travel_once_give_the_same_rows_and_updates_in_fewer_bytes(world: int) -> None:
     few = tuple(replace(table, rows=3) for table in ROWS.tables)
     mix = Mix(few, pooled=False, batches=(9, 9, 9, 9))
-    for found, wanted in run_ranks(world, train_with_and_without_dedup, mix):
-        assert torch.equal(found[0][0], wanted[0][0])
-        expect_close(found[:2], wanted[:2])
-        assert found[2] < wanted[2] or world == 1
+    for deduplicated, plain in run_ranks(world, train_with_and_without_dedup, mix):
+        assert torch.equal(deduplicated[0][0], plain[0][0])
+        expect_close(deduplicated[:2], plain[:2])
+        assert deduplicated[2] < plain[2] or world == 1
 
 
 def compressed(mix: Mix, ways: Sequence[tuple[str, str]]) -> list[tuple[list[Tensor], dict[str, Tensor], int]]:
     """Two steps with each pair of formats, forward and back."""
-    found = []
+    runs = []
     for forward, backward in ways:
         codecs = get_qcomm_codecs_registry(QCommsConfig(CommType[forward], CommType[backward]))
         model = shard(mix, build(mix, "sgd"), environment(), codecs=codecs)
-        found.append(train_on(model, (batch_of_rank(mix, 8, step) for step in range(2))))
-    return found
+        runs.append(train_on(model, (batch_of_rank(mix, 8, step) for step in range(2))))
+    return runs
 
 
 # format -> error of a number in units of the largest
@@ -155,8 +157,8 @@ PRECISION = {"FP16": 1e-3, "BF16": 8e-3, "INT8": 8e-3, "FP8": 7e-2}
 @pytest.mark.parametrize("mix", [POOLED, ROWS], ids=["pooled", "rows"])
 def test_compressed_rows_are_close_and_take_fewer_bytes(mix: Mix, world: int) -> None:
     ways = [(forward, backward) for forward in PRECISION for backward in ("FP32", "BF16")]
-    for plain, *found in run_ranks(world, compressed, mix, [("FP32", "FP32"), *ways]):
-        for (forward, _), (outputs, state, sent) in zip(ways, found, strict=True):
+    for plain, *runs in run_ranks(world, compressed, mix, [("FP32", "FP32"), *ways]):
+        for (forward, _), (outputs, state, sent) in zip(ways, runs, strict=True):
             bound = max(PRECISION[forward], PRECISION["BF16"]) * 4
             for a, b in zip(outputs, plain[0], strict=True):
                 assert (a - b).abs().max() <= bound * b.abs().max(), forward
@@ -168,26 +170,26 @@ def overflow(where: str) -> tuple[str, bool]:
     """Rank 1 has a number that fp16 cannot carry; then all go on."""
     codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))
     model = shard(POOLED, build(POOLED, "sgd"), environment(), codecs=codecs)
-    mine = batch_of_rank(POOLED, 3, 0)
+    batch = batch_of_rank(POOLED, 3, 0)
     large = next(g for g, part in zip(model._tables.groups, model._tables.members, strict=False) if not part.is_replica)
-    kept = large.flat.clone()
+    weights = large.flat.clone()
     if where == "forward" and dist.get_rank() == 1:
         large.flat.fill_(1e5)
     before = {name: value.clone() for name, value in held(model)[0].items()}
     factor = 1e6 if where == "backward" and dist.get_rank() == 1 else 1.0
-    said = error_of(lambda: (model(mine).values() * factor).sum().backward())
+    error = error_of(lambda: (model(batch).values() * factor).sum().backward())
     same = same_tensors(held(model)[0], before)
-    large.flat.copy_(kept)
-    model(mine).values().sum().backward()
-    return said, same
+    large.flat.copy_(weights)
+    model(batch).values().sum().backward()
+    return error, same
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_29_a_number_that_overflows_a_compressed_exchange_raises_on_all_ranks(where: str) -> None:
-    said = r"OverflowError: rank 1: feature 'f\d' \(table 't\d'\): a number is too large for the compressed exchange"
+    text = r"OverflowError: rank 1: feature 'f\d' \(table 't\d'\): a number is too large for the compressed exchange"
     for message, unchanged in run_ranks(2, overflow, where):
         assert unchanged
-        assert re.match(said, message)
+        assert re.match(text, message)
 
 
 def overflow_together() -> str:
@@ -210,11 +212,11 @@ def test_numbers_that_share_a_scale_and_overflow_together_raise_on_all_ranks() -
 def not_finite(mix: Mix, weight: bool) -> tuple[str, bool]:
     module, bad = build(mix, "sgd"), dist.get_rank() == 1
     module._policy = LookupPolicy(gradient_check=GradientCheckMode.RAISE)
-    model, mine = shard(mix, module, environment()), batch_of_rank(mix, 3, 0)
+    model, batch = shard(mix, module, environment()), batch_of_rank(mix, 3, 0)
     if weight and bad:
-        mine.weights()[0] = float("nan")
+        batch.weights()[0] = float("nan")
     before = {name: value.clone() for name, value in held(model)[0].items()}
-    values = flat(model(mine))
+    values = flat(model(batch))
     upstream = torch.ones_like(values)
     if not weight and bad:
         upstream[0, 0] = float("inf")
@@ -227,8 +229,8 @@ def test_28_a_gradient_that_is_not_finite_raises_on_all_ranks(mix: Mix) -> None:
     """One rank raised alone, while the others waited for it: the mode was refused sharded."""
     for message, unchanged in run_ranks(2, not_finite, mix, False):
         assert unchanged
-        said = r"FloatingPointError: rank 1: feature 'f\d' \(table 't\d'\): its gradient is not finite; no table of its"
-        assert re.match(said, message)
+        text = r"FloatingPointError: rank 1: feature 'f\d' \(table 't\d'\): its gradient is not finite; no table of its"
+        assert re.match(text, message)
 
 
 def test_13_a_weight_that_is_not_finite_raises_on_all_ranks() -> None:
@@ -243,9 +245,9 @@ def test_13_a_weight_that_is_not_finite_raises_on_all_ranks() -> None:
 def lazily() -> tuple[bool, bool, str, int]:
     mix = mix_of(3, pooled=True)
     model = shard(mix, build(mix, "sgd"), environment())
-    mine = batches_of_rank(mix, [0])[0][0]
+    batch = batches_of_rank(mix, [0])[0][0]
     before = model.collectives
-    output: Any = model(mine)
+    output: Any = model(batch)
     calls = model.collectives - before
     is_one = isinstance(output, KeyedTensor)
     return is_one, output.wait() is output.wait(), str(output), calls
@@ -278,7 +280,7 @@ def by_stages(mix: Mix) -> bool:
     model, plain = (shard(mix, build(mix, "sgd"), environment()) for _ in range(2))
     contexts, batches = [model.create_context() for _ in range(2)], [batch_of_rank(mix, 3, step) for step in range(2)]
     arrived = [model.input_dist(ctx, batch).wait().wait() for ctx, batch in zip(contexts, batches, strict=True)]
-    outputs = [model.compute_and_output_dist(ctx, mine) for ctx, mine in zip(contexts, arrived, strict=True)]
+    outputs = [model.compute_and_output_dist(ctx, step) for ctx, step in zip(contexts, arrived, strict=True)]
     same = all(torch.equal(flat(out), flat(plain(batch))) for out, batch in zip(outputs, batches, strict=True))
     return same and set(model.sharded_parameter_names("m")) == {f"m.{name}" for name in model.fused_parameter_names()}
 
@@ -298,27 +300,27 @@ class Net(nn.Module):
         self.first, self.last = nn.Linear(4, 8), nn.Linear(24, 1)
 
     def forward(self, dense: Tensor, features: KeyedJaggedTensor, factor: float) -> Tensor:
-        found = torch.cat([self.first(dense), self.ebc(features).values()], dim=1)
-        return (self.last(found) * factor).mean()
+        hidden = torch.cat([self.first(dense), self.ebc(features).values()], dim=1)
+        return (self.last(hidden) * factor).mean()
 
 
 def step_that_overflows() -> list[str]:
     registry = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))
     dmp = DistributedModelParallel(Net(), sharders=[EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)])
-    said = []
+    errors = []
     for step in range(5):
         batch = random_kjt({"a": 50, "b": 50}, 4, seed=10 * step + dist.get_rank())
         factor = 1e8 if (step, dist.get_rank()) == (2, 1) else 1.0
-        said.append(error_of(lambda batch=batch, factor=factor: dmp(torch.rand(4, 4), batch, factor).backward()))  # type: ignore[misc]
-    return said
+        errors.append(error_of(lambda batch=batch, factor=factor: dmp(torch.rand(4, 4), batch, factor).backward()))  # type: ignore[misc]
+    return errors
 
 
 @pytest.mark.filterwarnings("ignore:tables")
 def test_dense_layers_go_on_after_a_step_whose_gradient_overflowed() -> None:
     """DistributedDataParallel refused every later step: the error had ended its backward before its averages."""
-    for said in run_ranks(2, step_that_overflows):
-        assert said[2].startswith("OverflowError: rank 1: feature")
-        assert [*said[:2], *said[3:]] == [""] * 4
+    for errors in run_ranks(2, step_that_overflows):
+        assert errors[2].startswith("OverflowError: rank 1: feature")
+        assert [*errors[:2], *errors[3:]] == [""] * 4
 
 
 WHOLE = Mix(tuple(TableCase(f"t{n}", 20, 8, (f"f{n}",), "table_wise", seed=n) for n in range(3)))

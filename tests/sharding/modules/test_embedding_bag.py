@@ -96,7 +96,7 @@ def check(mode: str, form: str, cuts: tuple[str, ...]) -> None:
             dense.zero_grad()
             alone_optimizer.zero_grad()
             (out * factor).sum().mul(rank + 1).backward()
-            sum(((one * factor).sum() * (r + 1) / world for r, one in enumerate(outputs)), torch.zeros(())).backward()
+            sum(((out * factor).sum() * (r + 1) / world for r, out in enumerate(outputs)), torch.zeros(())).backward()
             dense.step()
             alone_optimizer.step()
         whole = alone.bags.weight
@@ -131,13 +131,13 @@ def check_learned_weights() -> None:
     alone = make("sum", "weights").bags
     sharded = shard(make("sum", "weights").bags, row_wise(), world, dist.group.WORLD)
     ids, offsets, weights = inputs(rank, "weights", 0)
-    mine, theirs = (weights.clone().requires_grad_() for _ in range(2))
-    out = sharded(ids, offsets, mine)
+    sharded_weights, alone_weights = (weights.clone().requires_grad_() for _ in range(2))
+    out = sharded(ids, offsets, sharded_weights)
     # the awaitable passes for what it becomes
     assert isinstance(out, Tensor)
     (out * torch.arange(DIM)).sum().backward()
-    (alone(ids, offsets, theirs) * torch.arange(DIM)).sum().backward()
-    assert_close(gradient_of(mine), gradient_of(theirs))
+    (alone(ids, offsets, alone_weights) * torch.arange(DIM)).sum().backward()
+    assert_close(gradient_of(sharded_weights), gradient_of(alone_weights))
 
 
 def shard(bags: nn.EmbeddingBag, cut: Any, world: int, pg: dist.ProcessGroup | None, **settings: Any) -> Any:
@@ -191,8 +191,8 @@ def check_bad_batches() -> list[str]:
 @pytest.mark.ranks
 def test_a_bad_batch_of_one_rank_raises_on_all() -> None:
     wanted = ("mode 'sum'", "shape", "needs offsets", "leave offsets None", "dimensions", str(ROWS), "offsets")
-    for found in run_ranks(2, check_bad_batches):
-        for words, text in zip(wanted, found, strict=True):
+    for errors in run_ranks(2, check_bad_batches):
+        for words, text in zip(wanted, errors, strict=True):
             assert text.startswith(("ValueError", "IndexError")) and words in text
 
 
@@ -211,9 +211,9 @@ def test_optimizer_states_are_those_of_the_parameter() -> None:
 def test_output_has_the_dtype_of_the_table(mode: str, dtype: torch.dtype) -> None:
     bags = nn.EmbeddingBag(ROWS, DIM, mode=mode, dtype=dtype)
     wanted = bags(torch.tensor([[1, 2], [3, 3]]))
-    found = shard(bags, row_wise(), 1, None)(torch.tensor([[1, 2], [3, 3]]))
-    assert found.dtype == dtype
-    assert_close(found.wait(), wanted, rtol=1e-2, atol=1e-2)
+    output = shard(bags, row_wise(), 1, None)(torch.tensor([[1, 2], [3, 3]]))
+    assert output.dtype == dtype
+    assert_close(output.wait(), wanted, rtol=1e-2, atol=1e-2)
 
 
 def test_empty_batches_and_bags_are_zeros() -> None:
@@ -249,4 +249,4 @@ def test_settings_without_effect_warn_and_wrong_plans_raise() -> None:
         sharder.shard(nn.EmbeddingBag(ROWS, DIM), {"w": None}, env, module_fqn="bags")  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="got Linear"):
         sharder.shard(nn.Linear(1, 1), {}, env)  # type: ignore[arg-type]
-    assert not any(isinstance(one, EmbeddingBagSharder) for one in get_default_sharders())
+    assert not any(isinstance(default, EmbeddingBagSharder) for default in get_default_sharders())

@@ -70,10 +70,10 @@ class Interact(nn.Module):
         super().__init__()
         self.dense = nn.Linear(columns, 3)
 
-    def forward(self, found: KeyedTensor | dict[str, JaggedTensor]) -> Tensor:
-        if isinstance(found, dict):
-            return self.dense(torch.cat([jagged.to_padded_dense(2).flatten(1) for jagged in found.values()], dim=1))
-        return self.dense(found.values()).tanh()
+    def forward(self, output: KeyedTensor | dict[str, JaggedTensor]) -> Tensor:
+        if isinstance(output, dict):
+            return self.dense(torch.cat([jagged.to_padded_dense(2).flatten(1) for jagged in output.values()], dim=1))
+        return self.dense(output.values()).tanh()
 
 
 class Net(nn.Module):
@@ -85,8 +85,8 @@ class Net(nn.Module):
         self.nested = fused(towers() if kind == "towers" else processed(kind), torch.optim.Adagrad)
 
     def forward(self, batch: Sequence[KeyedJaggedTensor]) -> Tensor:
-        found = self.nested(*batch)
-        return (found if isinstance(found, Tensor) else found.values()).sin().sum(1).mean()
+        output = self.nested(*batch)
+        return (output if isinstance(output, Tensor) else output.values()).sin().sum(1).mean()
 
 
 def processed(kind: str) -> FeatureProcessedEmbeddingBagCollection:
@@ -162,8 +162,8 @@ def train_over_ranks(kind: str, how: str) -> tuple[Trained, list[str]]:
             ("one each", "collection inside"): FeatureProcessedEmbeddingBagCollection,
         }.get((kind, how), ShardedFeatureProcessedEmbeddingBagCollection)
         assert type(net.nested) is wanted
-    found = trained(dmp, lambda step: batch_of(kind, step, share(SAMPLES)))
-    return found, [name for name, _ in dmp.named_parameters()]
+    run = trained(dmp, lambda step: batch_of(kind, step, share(SAMPLES)))
+    return run, [name for name, _ in dmp.named_parameters()]
 
 
 @pytest.mark.parametrize(
@@ -197,9 +197,9 @@ def faults(kind: str) -> list[str]:
     bad: list[Any] = [batch_of(kind, 1, longest=LONGEST + 3), [good[0].permute([0, 1])]]
     if kind == "towers":
         bad = [[good[0], None], [None, good[1]]]
-    found = [error_of(dmp, batch if dist.get_rank() == 1 else good) for batch in bad]
+    errors = [error_of(dmp, batch if dist.get_rank() == 1 else good) for batch in bad]
     dmp(good).backward()
-    return found
+    return errors
 
 
 def by_stages(kind: str) -> tuple[bool, list[str], list[str]]:
@@ -226,15 +226,15 @@ def by_stages(kind: str) -> tuple[bool, list[str], list[str]]:
                 self.start(step + 1)
             ids = sizes.wait().wait()
             assert ctx.step is ids and module.prefetch(ids)
-            found = module.compute_and_output_dist(ctx, ids)
-            return (found if isinstance(found, Tensor) else found.values()).sin().sum(1).mean()
+            output = module.compute_and_output_dist(ctx, ids)
+            return (output if isinstance(output, Tensor) else output.values()).sin().sum(1).mean()
 
     staged = Staged()
     staged.net = net
     expected = trained(plain, lambda step: batch_of(kind, step, share(SAMPLES)))
-    found = trained(staged, lambda step: step)
-    same = expected[0] == found[0] and all(
-        torch.equal(value, found[1][f"net.{name}"]) for name, value in expected[1].items()
+    run = trained(staged, lambda step: step)
+    same = expected[0] == run[0] and all(
+        torch.equal(value, run[1][f"net.{name}"]) for name, value in expected[1].items()
     )
     for _, sizes in staged.under_way:
         sizes.wait().wait()
@@ -275,8 +275,8 @@ MISSING = r"^KeyError: rank 1: features \['a', 'b', 'c'\] are not in the batch"
 )  # fmt: skip
 def test_what_one_rank_raises_is_raised_on_all(kind: str, expected: tuple[str, str]) -> None:
     """A bag longer than the position weights raised on its rank alone, and the others waited for its ids."""
-    for found in run_ranks(2, faults, kind):
-        for pattern, text in zip(expected, found, strict=True):
+    for errors in run_ranks(2, faults, kind):
+        for pattern, text in zip(expected, errors, strict=True):
             assert re.search(pattern, text), text
 
 

@@ -51,14 +51,14 @@ def collection(rows: int, dim: int) -> EmbeddingBagCollection:
 def plan(
     generator: Any, rows: int, dim: int, *, local: int = 2, world: int = 4, device: str = "cpu"
 ) -> ParameterSharding:
-    one = construct_module_sharding_plan(collection(rows, dim), {"t": generator}, None, local, world, device)
-    assert list(one) == ["t"]
-    return one["t"]
+    module_plan = construct_module_sharding_plan(collection(rows, dim), {"t": generator}, None, local, world, device)
+    assert list(module_plan) == ["t"]
+    return module_plan["t"]
 
 
-def cuts(one: ParameterSharding) -> list[Cut]:
-    assert one.sharding_spec is not None
-    return [(s.shard_offsets, s.shard_sizes, str(s.placement)) for s in one.sharding_spec.shards]
+def cuts(sharding: ParameterSharding) -> list[Cut]:
+    assert sharding.sharding_spec is not None
+    return [(s.shard_offsets, s.shard_sizes, str(s.placement)) for s in sharding.sharding_spec.shards]
 
 
 # as torchrec 1.8.0 makes them on the CPU, 2 hosts of 2 ranks: generator, rows, dim, type, ranks, offsets and sizes
@@ -102,12 +102,12 @@ THEIRS: dict[str, tuple[Any, int, int, str, list[tuple[int, list[int], list[int]
 
 @pytest.mark.parametrize(("generator", "rows", "dim", "kind", "expected"), THEIRS.values(), ids=THEIRS)
 def test_a_generator_cuts_as_torchrec(generator: Any, rows: int, dim: int, kind: str, expected: list[Any]) -> None:
-    one = plan(generator, rows, dim)
-    assert (one.sharding_type, one.ranks) == (kind, [rank for rank, _, _ in expected])
-    assert cuts(one) == [(offsets, sizes, f"rank:{rank}/cpu") for rank, offsets, sizes in expected]
+    sharding = plan(generator, rows, dim)
+    assert (sharding.sharding_type, sharding.ranks) == (kind, [rank for rank, _, _ in expected])
+    assert cuts(sharding) == [(offsets, sizes, f"rank:{rank}/cpu") for rank, offsets, sizes in expected]
     on_gpus = plan(generator, rows, dim, device="cuda")
     assert cuts(on_gpus) == [(offsets, sizes, f"rank:{rank}/cuda:{rank % 2}") for rank, offsets, sizes in expected]
-    shards = shards_of("t", one, rows, dim, 4)
+    shards = shards_of("t", sharding, rows, dim, 4)
     layout.validate(shards, {"t": (rows, dim)}, 4)
     assert [
         (s.rank, [s.rows[0], s.cols[0]], [s.rows[1] - s.rows[0], s.cols[1] - s.cols[0]]) for s in shards
@@ -115,8 +115,8 @@ def test_a_generator_cuts_as_torchrec(generator: Any, rows: int, dim: int, kind:
 
 
 def test_every_rank_has_a_replica() -> None:
-    one = plan(data_parallel(), 7, 12)
-    assert (one.sharding_type, one.compute_kernel, one.ranks, one.sharding_spec) == (
+    sharding = plan(data_parallel(), 7, 12)
+    assert (sharding.sharding_type, sharding.compute_kernel, sharding.ranks, sharding.sharding_spec) == (
         "data_parallel", "dense", [0, 1, 2, 3], None,
     )  # fmt: skip
 
@@ -154,9 +154,9 @@ def test_a_device_type_of_a_shard_that_trains_is_that_of_its_own_rank() -> None:
 @pytest.mark.parametrize(("dim", "ranks", "widths"), [(12, [0, 1], [6, 6]), (8, [3, 2, 1, 0], [2, 2, 2, 2])])
 def test_columns_go_to_all_ranks_that_were_named(dim: int, ranks: list[int], widths: list[int]) -> None:
     """torchrec 1.8.0 widens shards to a multiple of 4 and leaves the last ranks out without a word."""
-    one = plan(column_wise(ranks), 7, dim)
-    assert one.ranks == ranks
-    assert [sizes for _, sizes, _ in cuts(one)] == [[7, width] for width in widths]
+    sharding = plan(column_wise(ranks), 7, dim)
+    assert sharding.ranks == ranks
+    assert [sizes for _, sizes, _ in cuts(sharding)] == [[7, width] for width in widths]
 
 
 def test_ranks_are_kept_where_sizes_are_given_too() -> None:
@@ -171,9 +171,9 @@ def test_a_grid_holds_all_columns() -> None:
 
 
 def test_a_table_goes_by_columns_to_one_host() -> None:
-    one = plan(table_column_wise(1), 7, 12)
-    assert (one.sharding_type, one.ranks) == ("table_column_wise", [2, 3])
-    assert cuts(one) == [([0, 0], [7, 6], "rank:2/cpu"), ([0, 6], [7, 6], "rank:3/cpu")]
+    sharding = plan(table_column_wise(1), 7, 12)
+    assert (sharding.sharding_type, sharding.ranks) == ("table_column_wise", [2, 3])
+    assert cuts(sharding) == [([0, 0], [7, 6], "rank:2/cpu"), ([0, 6], [7, 6], "rank:3/cpu")]
     sized = plan(table_column_wise(0, size_per_rank=[4, 2, 6]), 7, 12)
     assert (sized.ranks, [sizes for _, sizes, _ in cuts(sized)]) == ([0, 1, 0], [[7, 4], [7, 2], [7, 6]])
 
@@ -226,24 +226,24 @@ def test_a_cut_that_cannot_be_is_refused(make: Callable[[], object], message: st
 
 def test_a_generator_written_for_torchrec_works() -> None:
     """Ours took (rows, dim, world_size, device_type): generators that people had written fell over."""
-    seen: list[Any] = []
+    calls: list[Any] = []
 
-    def mine(
+    def custom_generator(
         param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: Any
     ) -> ParameterSharding:
-        seen.append((param.shape, local_size, world_size, device_type, type(sharder)))
+        calls.append((param.shape, local_size, world_size, device_type, type(sharder)))
         return ParameterSharding("data_parallel", "dense", [0, 1, 2, 3])
 
-    plan(mine, 7, 12, device="cuda")
-    assert seen == [(torch.Size([7, 12]), 2, 4, "cuda", EmbeddingBagCollectionSharder)]
+    plan(custom_generator, 7, 12, device="cuda")
+    assert calls == [(torch.Size([7, 12]), 2, 4, "cuda", EmbeddingBagCollectionSharder)]
 
 
 def test_one_generator_for_all_tables() -> None:
     ec = EmbeddingCollection([EmbeddingConfig(9, 8, name) for name in "ab"], device="meta")
     for sharder in (None, EmbeddingCollectionSharder()):
         where = apply_to_all(ec, row_wise(), sharder)
-        found = construct_module_sharding_plan(ec, where, sharder, world_size=2, device_type="cpu")
-        assert {name: one.sharding_type for name, one in found.items()} == {"a": "row_wise", "b": "row_wise"}
+        plans = construct_module_sharding_plan(ec, where, sharder, world_size=2, device_type="cpu")
+        assert {name: sharding.sharding_type for name, sharding in plans.items()} == {"a": "row_wise", "b": "row_wise"}
     with pytest.raises(
         TypeError, match="EmbeddingBagCollectionSharder shards EmbeddingBagCollection, got EmbeddingColl"
     ):
@@ -251,12 +251,12 @@ def test_one_generator_for_all_tables() -> None:
 
 
 def test_hosts_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for said, size in (("2", 2), ("3", 4), ("", 4), ("0", 4), ("x", 4), ("4", 4)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    for value, size in (("2", 2), ("3", 4), ("", 4), ("0", 4), ("x", 4), ("4", 4)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
         assert generators.get_local_size(4) == size
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    one = construct_module_sharding_plan(collection(7, 12), {"t": table_row_wise(1)}, world_size=4, device_type="cpu")
-    assert one["t"].ranks == [2, 3]
+    plans = construct_module_sharding_plan(collection(7, 12), {"t": table_row_wise(1)}, world_size=4, device_type="cpu")
+    assert plans["t"].ranks == [2, 3]
 
 
 def test_a_type_names_its_constructor() -> None:

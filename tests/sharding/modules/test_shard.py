@@ -85,11 +85,11 @@ def sharded_by(how: str) -> Tensor:
         "some of each": {"ta": plan["ta"], "tb": row_wise()},
     }
     sharder = EmbeddingBagCollectionSharder({"learning_rate": 0.5}) if how == "a plan" else None
-    found = shard(module, plans[how], device="cpu", sharder=sharder)
-    assert isinstance(found, ShardedEmbeddingBagCollection)
+    sharded = shard(module, plans[how], device="cpu", sharder=sharder)
+    assert isinstance(sharded, ShardedEmbeddingBagCollection)
     # the module itself is left as it was
     assert type(module) is EmbeddingBagCollection
-    output = found(batch_of(dist.get_rank())).values()
+    output = sharded(batch_of(dist.get_rank())).values()
     output.sum().backward()
     return output.detach()
 
@@ -109,17 +109,17 @@ def bad_plans() -> list[str]:
         {"ta": row_wise(), "tb": column_wise([0, 1, 0])},
     ]
     # the other rank's plan is good
-    found = [error_of(shard, good, plan if is_bad else row_wise(), device="cpu") for plan in plans]
+    errors = [error_of(shard, good, plan if is_bad else row_wise(), device="cpu") for plan in plans]
     with pytest.raises(TypeError, match="Linear holds no tables"):
         shard(nn.Linear(2, 2), row_wise(), device="cpu")
     with pytest.raises(RuntimeError, match="place of table 'ta': rank 0 has "):
         shard(good, table_wise(dist.get_rank()), device="cpu")
-    return found
+    return errors
 
 
 def test_a_plan_that_does_not_fit_on_one_rank_raises_on_all() -> None:
-    for found in run_ranks(2, bad_plans):
-        assert found == [
+    for errors in run_ranks(2, bad_plans):
+        assert errors == [
             "ValueError: rank 1: the plan has tables ['ta'], the module ['ta', 'tb']",
             "ValueError: rank 1: the plan names unknown tables ['tc'], the module has ['ta', 'tb']",
             "ValueError: rank 1: table 'ta': table_wise: rank 7 is not one of 2",
@@ -175,7 +175,7 @@ def as_in_the_notebook() -> tuple[list[str], Tensor]:
     with pytest.raises(TypeError, match=r"env must be one ShardingEnv for all modules, got a dict of \['ebc'\]"):
         _shard_modules(Net(), {"ebc": env}, plan=plan)  # type: ignore[arg-type]
     places = [
-        str(one.placement) for one in model.ebc.state_dict()["embedding_bags.ta.weight"].metadata().shards_metadata
+        str(piece.placement) for piece in model.ebc.state_dict()["embedding_bags.ta.weight"].metadata().shards_metadata
     ]
     assert torch.equal(model.ebc(batch_of(dist.get_rank())).values(), alone(batch_of(dist.get_rank())).values())
     return places, alone(batch_of(dist.get_rank())).values().detach()
@@ -224,8 +224,8 @@ def test_devices_that_do_not_fit_are_refused_or_named() -> None:
 class Odd(Exception):
     """Cannot be pickled: its constructor takes two arguments."""
 
-    def __init__(self, one: str, two: str) -> None:
-        super().__init__(f"{one} {two}")
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
 
 
 def collective() -> list[str]:
@@ -254,19 +254,19 @@ def collective() -> list[str]:
         # a result that cannot travel
         lambda: lambda: 1,
     ]  # fmt: skip
-    found = [error_of(invoke_on_rank_and_broadcast_result, world, 2, f) for f in failures]
+    errors = [error_of(invoke_on_rank_and_broadcast_result, world, 2, f) for f in failures]
     with pytest.raises(ValueError, match="rank 3 is not one of 3"):
         invoke_on_rank_and_broadcast_result(world, 3, dist.get_rank)
-    return found
+    return errors
 
 
 def test_what_the_leader_raises_is_raised_on_all() -> None:
     """TorchRec's broadcast the result alone: where the leader raised, the others waited for ever."""
     ranks = run_ranks(3, collective)
-    assert [found[0] for found in ranks] == ["ValueError: table 'x' is bad"] * 3
-    assert [found[1] for found in ranks] == ["RuntimeError: Odd: a b", "RuntimeError: Odd: a b", "Odd: a b"]
+    assert [errors[0] for errors in ranks] == ["ValueError: table 'x' is bad"] * 3
+    assert [errors[1] for errors in ranks] == ["RuntimeError: Odd: a b", "RuntimeError: Odd: a b", "Odd: a b"]
     # the error of pickle, whichever it is
-    assert len({found[2].partition(":")[0] for found in ranks}) == 1 and all(found[2] for found in ranks)
+    assert len({errors[2].partition(":")[0] for errors in ranks}) == 1 and all(errors[2] for errors in ranks)
 
 
 def hosts() -> tuple[list[int], list[int], tuple[int, ...]]:

@@ -103,10 +103,10 @@ class Engine:
         self.module, self.shards, self.env, self.device, self.more = module, shards, env, device, more
 
 
-TRAINS = [one for one in get_default_sharders() if isinstance(one, BaseEmbeddingSharder)]
+TRAINS = [sharder for sharder in get_default_sharders() if isinstance(sharder, BaseEmbeddingSharder)]
 
 
-@pytest.mark.parametrize("sharder", TRAINS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("sharder", TRAINS, ids=lambda sharder: type(sharder).__name__)
 def test_a_sharder_offers_every_type_on_every_device(sharder: ModuleSharder[Any]) -> None:
     """torchrec 1.8.0 has no row-wise types on the CPU, so that its own tutorial does not run there."""
     module = MODULES[sharder.module_type]
@@ -148,12 +148,12 @@ def test_sharders_are_chosen_by_exact_class() -> None:
             assert type(sharder_of(module, defaults)).__name__ == f"{kind.__name__}Sharder"
             assert type(require_sharder(module)).__name__ == f"{kind.__name__}Sharder"
         assert sharder_of(nn.Linear(2, 2), defaults) is None
-    mine = Scaled(BAGS, device="meta")
-    said = "Scaled derives from EmbeddingBagCollection, and sharders are for exact classes, .* module_type is Scaled"
-    with pytest.warns(UserWarning, match=f"{said}; it is not sharded"):
-        assert sharder_of(mine, defaults) is None
-    with pytest.raises(TypeError, match=said):
-        construct_module_sharding_plan(mine, {"t": data_parallel(), "u": data_parallel()}, world_size=1)
+    scaled = Scaled(BAGS, device="meta")
+    message = "Scaled derives from EmbeddingBagCollection, and sharders are for exact classes, .* module_type is Scaled"
+    with pytest.warns(UserWarning, match=f"{message}; it is not sharded"):
+        assert sharder_of(scaled, defaults) is None
+    with pytest.raises(TypeError, match=message):
+        construct_module_sharding_plan(scaled, {"t": data_parallel(), "u": data_parallel()}, world_size=1)
     with pytest.raises(TypeError, match="Linear holds no tables: expected a collection, or a sharder for it"):
         require_sharder(nn.Linear(2, 2))
 
@@ -164,9 +164,9 @@ def test_a_sharder_of_ones_own_serves_a_class_of_ones_own() -> None:
         def module_type(self) -> type[Scaled]:
             return Scaled
 
-    mine, sharder = Scaled(BAGS, device="meta"), ScaledSharder()
-    assert sharder_of(mine, [*get_default_sharders(), sharder]) is sharder
-    plan = construct_module_sharding_plan(mine, {"t": data_parallel(), "u": row_wise()}, sharder, world_size=2)
+    scaled, sharder = Scaled(BAGS, device="meta"), ScaledSharder()
+    assert sharder_of(scaled, [*get_default_sharders(), sharder]) is sharder
+    plan = construct_module_sharding_plan(scaled, {"t": data_parallel(), "u": row_wise()}, sharder, world_size=2)
     assert plan["u"].sharding_type == "row_wise"
     with pytest.raises(TypeError, match="ScaledSharder shards Scaled, got EmbeddingBagCollection"):
         sharder.shard(cast(Any, MODULES[EmbeddingBagCollection]), plan, ShardingEnv.from_local(1, 0))
@@ -216,21 +216,21 @@ def test_a_sharder_hands_shards_and_options_to_the_engine(
     module, env = MODULES[sharder.module_type], ShardingEnv.from_local(1, 0)
     where = {"u": row_wise(reduction="ordered"), "t": column_wise([0, 0], row_state="table")}
     plan = construct_module_sharding_plan(module, where, sharder, world_size=1, device_type="cpu")
-    made: Any = sharder.shard(module, plan, env, "cpu", "model.tables")
-    assert (made.module, made.env, made.device) == (module, env, torch.device("cpu"))
+    sharded: Any = sharder.shard(module, plan, env, "cpu", "model.tables")
+    assert (sharded.module, sharded.env, sharded.device) == (module, env, torch.device("cpu"))
     # in the module's order, not the plan's
-    assert made.shards == [
+    assert sharded.shards == [
         Shard("t", 0, (0, 7), (0, 2)), Shard("t", 0, (0, 7), (2, 4)), Shard("u", 0, (0, 9), (0, 4)),
     ]  # fmt: skip
-    assert made.more == {
+    assert sharded.more == {
         "default_optimizer": (torch.optim.SGD, {"lr": 0.5}),
         "options": {"t": TableOptions(row_state="table"), "u": TableOptions("ordered")},
         "codecs": {"all_to_all": 1},
         "dedup": dedup,
         "id_maps": None,
     }
-    made = sharder.shard(module, plan, env)
-    assert made.device == torch.device("cpu")
+    sharded = sharder.shard(module, plan, env)
+    assert sharded.device == torch.device("cpu")
     del plan["u"]
     with pytest.raises(ValueError, match=r"the plan of module 'a.b' has tables \['t'\], the module \['t', 'u'\]"):
         sharder.shard(module, plan, env, module_fqn="a.b")
@@ -278,21 +278,21 @@ EmbOptimType = Enum(
     ],
 )  # fmt: skip
 def test_fused_params_name_an_optimizer(fused_params: dict[str, Any], kind: type, kwargs: dict[str, Any]) -> None:
-    given = dict(fused_params)
+    original = dict(fused_params)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert optimizer_from(fused_params) == (kind, kwargs)
-    assert EmbeddingBagCollectionSharder(fused_params).fused_params == given == fused_params
+    assert EmbeddingBagCollectionSharder(fused_params).fused_params == original == fused_params
 
 
 def test_what_fused_params_do_not_do_is_said_once_by_name() -> None:
     """FBGEMM takes momentum and eps for SGD, and caches for tables on the device, and does nothing with them."""
-    given = {"momentum": 0.9, "eps": 1e-8, "cache_load_factor": 0.1, "learning_rate": 0.5}
+    fused_params = {"momentum": 0.9, "eps": 1e-8, "cache_load_factor": 0.1, "learning_rate": 0.5}
     with pytest.warns(
         UserWarning, match="fused_params: cache_load_factor, eps, momentum have no effect with SGD"
-    ) as said:
-        assert EmbeddingBagCollectionSharder(given)._default_optimizer == (torch.optim.SGD, {"lr": 0.5})
-    assert [str(one.filename) for one in said] == [__file__]
+    ) as caught:
+        assert EmbeddingBagCollectionSharder(fused_params)._default_optimizer == (torch.optim.SGD, {"lr": 0.5})
+    assert [str(warning.filename) for warning in caught] == [__file__]
 
 
 @pytest.mark.parametrize(
@@ -321,4 +321,4 @@ def test_fused_params_that_make_no_optimizer_are_refused(make: Any, message: str
 def test_sharders_say_what_they_make() -> None:
     assert EmbeddingBagCollectionSharder().sharded_module_type.__name__ == "ShardedEmbeddingBagCollection"
     assert EmbeddingCollectionSharder().sharded_module_type.__name__ == "ShardedEmbeddingCollection"
-    assert [one.module_type for one in TRAINS] == list(MODULES)
+    assert [sharder.module_type for sharder in TRAINS] == list(MODULES)

@@ -32,8 +32,8 @@ def pipeline_of(kind: str, model: Any, **settings: Any) -> Any:
 
 def equal(model: Any, other: Any) -> bool:
     """Whether two models are the same bits."""
-    one, two = state_of(model), state_of(other)
-    return one.keys() == two.keys() and all(torch.equal(value, two[key]) for key, value in one.items())
+    first, second = state_of(model), state_of(other)
+    return first.keys() == second.keys() and all(torch.equal(value, second[key]) for key, value in first.items())
 
 
 def as_a_plain_loop(model: Any, outputs: list[Tensor], numbers: Iterable[int], parts: str = "ps") -> bool:

@@ -67,7 +67,7 @@ def hashed(ids: Tensor, size: int) -> Tensor:
 class Net(nn.Module):
     """Two tables behind maps; b hashes its ids."""
 
-    def __init__(self, pooled: bool, **given: Any) -> None:
+    def __init__(self, pooled: bool, **settings: Any) -> None:
         super().__init__()
         torch.manual_seed(3)
         config: Any = EmbeddingBagConfig if pooled else EmbeddingConfig
@@ -80,12 +80,12 @@ class Net(nn.Module):
             "b": MCHManagedCollisionModule(ROWS["b"], "cpu", DistanceLFU_EvictionPolicy(), 1, IDS, hashed, name="b"),
         }
         make: Any = ManagedCollisionEmbeddingBagCollection if pooled else ManagedCollisionEmbeddingCollection
-        self.mc = make(collection, ManagedCollisionCollection(modules, tables), **given)
+        self.mc = make(collection, ManagedCollisionCollection(modules, tables), **settings)
 
     def forward(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        found, nothing = self.mc(features)
-        assert nothing is None
-        return [one if isinstance(one, Tensor) else one.values() for one in (found[name] for name in "fgh")]
+        output, remapped = self.mc(features)
+        assert remapped is None
+        return [value if isinstance(value, Tensor) else value.values() for value in (output[name] for name in "fgh")]
 
 
 def batch_of(step: int, begin: int = 0, end: int = SAMPLES) -> KeyedJaggedTensor:
@@ -108,14 +108,14 @@ def upstream_of(step: int, features: KeyedJaggedTensor, pooled: bool) -> list[Te
 def part_of(tensors: list[Tensor], features: KeyedJaggedTensor, begin: int, end: int, pooled: bool) -> list[Tensor]:
     """What of the rows of a whole batch belongs to samples [begin, end)."""
     if pooled:
-        return [one[begin:end] for one in tensors]
+        return [tensor[begin:end] for tensor in tensors]
     offsets = [features[name].offsets().tolist() for name in "fgh"]
-    return [one[at[begin] : at[end]] for one, at in zip(tensors, offsets, strict=True)]
+    return [tensor[at[begin] : at[end]] for tensor, at in zip(tensors, offsets, strict=True)]
 
 
 def span() -> tuple[int, int]:
-    each = SAMPLES // dist.get_world_size()
-    return dist.get_rank() * each, (dist.get_rank() + 1) * each
+    per_rank = SAMPLES // dist.get_world_size()
+    return dist.get_rank() * per_rank, (dist.get_rank() + 1) * per_rank
 
 
 def plan_of(model: Net, strategy: str) -> ShardingPlan:
@@ -135,13 +135,13 @@ def plan_of(model: Net, strategy: str) -> ShardingPlan:
 
 def pieces_of(state: dict[str, Any]) -> dict[str, list[tuple[list[int], Tensor]]]:
     """Each value's local parts and where they begin."""
-    found = {}
+    pieces = {}
     for name, value in state.items():
         if hasattr(value, "local_shards"):
-            found[name] = [(one.metadata.shard_offsets, one.tensor.clone()) for one in value.local_shards()]
+            pieces[name] = [(shard.metadata.shard_offsets, shard.tensor.clone()) for shard in value.local_shards()]
         else:
-            found[name] = [([0] * value.dim(), value.clone())]
-    return found
+            pieces[name] = [([0] * value.dim(), value.clone())]
+    return pieces
 
 
 def steps_of(model: Any, pooled: bool, steps: range, part: tuple[int, int], ranks: int = 1) -> list[list[Tensor]]:
@@ -149,10 +149,10 @@ def steps_of(model: Any, pooled: bool, steps: range, part: tuple[int, int], rank
     outputs = []
     for step in steps:
         whole = batch_of(step)
-        found = model(batch_of(step, *part))
-        given = part_of(upstream_of(step, whole, pooled), whole, *part, pooled)
-        torch.autograd.backward(found, [grad * ranks for grad in given])
-        outputs.append([out.detach() for out in found])
+        embeddings = model(batch_of(step, *part))
+        upstream = part_of(upstream_of(step, whole, pooled), whole, *part, pooled)
+        torch.autograd.backward(embeddings, [grad * ranks for grad in upstream])
+        outputs.append([out.detach() for out in embeddings])
     if steps.stop == STEPS:
         model.eval()
         with torch.no_grad():
@@ -212,11 +212,11 @@ def alone(pooled: bool) -> tuple[list[list[Tensor]], dict[str, Tensor], dict[str
 
 def require_outputs(ranks: Sequence[Any], outputs: list[list[Tensor]], pooled: bool, tolerance: float = 0.0) -> None:
     """Those of all ranks are their samples' of one process."""
-    each = SAMPLES // len(ranks)
-    for rank, (found, *_) in enumerate(ranks):
-        for step, mine in enumerate(found):
-            expected = part_of(outputs[step], batch_of(step), rank * each, (rank + 1) * each, pooled)
-            close = [torch.allclose(a, b, rtol=0, atol=tolerance) for a, b in zip(mine, expected, strict=True)]
+    per_rank = SAMPLES // len(ranks)
+    for rank, (rank_outputs, *_) in enumerate(ranks):
+        for step, step_outputs in enumerate(rank_outputs):
+            expected = part_of(outputs[step], batch_of(step), rank * per_rank, (rank + 1) * per_rank, pooled)
+            close = [torch.allclose(a, b, rtol=0, atol=tolerance) for a, b in zip(step_outputs, expected, strict=True)]
             assert all(close), (rank, step)
 
 
@@ -251,21 +251,21 @@ class Ranges:
         self.ends, self.block = ends, -(-whole.input_size() // parts)
 
     def slots(self, table: str, ids: Tensor) -> Tensor:
-        found = torch.empty_like(ids)
+        slots = torch.empty_like(ids)
         for part, module in enumerate(self.modules):
             inside = ids // self.block == part
-            given = {table: JaggedTensor(ids[inside], lengths=torch.tensor([int(inside.sum())]))}
-            found[inside] = module.remap(module.profile(given))[table].values()
-        return found
+            features = {table: JaggedTensor(ids[inside], lengths=torch.tensor([int(inside.sum())]))}
+            slots[inside] = module.remap(module.profile(features))[table].values()
+        return slots
 
     def evictions(self) -> list[tuple[int, Tensor, int]]:
         """First slot of each part, slots that got other ids, and batches seen."""
-        found = []
+        evictions = []
         for module, low in zip(self.modules, self.ends, strict=False):
             evicted = module.evict()
             if evicted is not None and evicted.numel():
-                found.append((low, evicted, module.batches_seen()))
-        return found
+                evictions.append((low, evicted, module.batches_seen()))
+        return evictions
 
 
 def alone_in_ranges(pooled: bool, parts: dict[str, int]) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
@@ -274,7 +274,7 @@ def alone_in_ranges(pooled: bool, parts: dict[str, int]) -> tuple[list[list[Tens
     ranges = {name: Ranges(maps[name], ROWS[name], parts[name]) for name in ROWS}
     for step in range(STEPS + 1):
         if step == STEPS:
-            [module.eval() for one in ranges.values() for module in one.modules]
+            [module.eval() for table_ranges in ranges.values() for module in table_ranges.modules]
 
         def slots(table: str, ids: JaggedTensor) -> JaggedTensor:
             raw = hashed(ids.values(), IDS) if table == "b" else ids.values()
@@ -282,17 +282,17 @@ def alone_in_ranges(pooled: bool, parts: dict[str, int]) -> tuple[list[list[Tens
 
         batch = change_ids(batch_of(step), collection._configs, slots)
         for config in collection._configs:
-            for low, evicted, seen in ranges[config.name].evictions():
-                collection.renew_rows(config.name, evicted, fresh_rows(config, evicted.numel(), seen, first_row=low))
-        found = collection(batch)
-        outs = [found[name] if pooled else found[name].values() for name in "fgh"]
+            for low, evicted, count in ranges[config.name].evictions():
+                collection.renew_rows(config.name, evicted, fresh_rows(config, evicted.numel(), count, first_row=low))
+        embeddings = collection(batch)
+        outs = [embeddings[name] if pooled else embeddings[name].values() for name in "fgh"]
         if step < STEPS:
             torch.autograd.backward(outs, upstream_of(step, batch_of(step), pooled))
         outputs.append([out.detach() for out in outs])
     state = {f"mc._embedding_module.{name}": value for name, value in collection.state_dict().items()}
-    for name, one in ranges.items():
-        for key in one.modules[0].state_dict():
-            values = [module.state_dict()[key] for module in one.modules]
+    for name, table_ranges in ranges.items():
+        for key in table_ranges.modules[0].state_dict():
+            values = [module.state_dict()[key] for module in table_ranges.modules]
             joined = torch.cat(values) if key.startswith("_mch") else values[0]
             state[f"mc._managed_collision_collection._managed_collision_modules.{name}.{key}"] = joined
     return outputs, state
@@ -316,15 +316,15 @@ def test_row_shards_have_the_slots_of_a_process_for_each_range_of_ids(
 
 
 def refused() -> list[str]:
-    said = []
+    errors = []
 
     def attempt(make: Any) -> None:
         with pytest.raises((ValueError, TypeError, IndexError, RankFailure)) as caught:
             make()
-        said.append(str(caught.value))
+        errors.append(str(caught.value))
 
-    def shard(strategy: str, model: Net | None = None, **given: Any) -> Any:
-        model = model or Net(True, **given)
+    def shard(strategy: str, model: Net | None = None, **settings: Any) -> Any:
+        model = model or Net(True, **settings)
         return DistributedModelParallel(model, plan=plan_of(model, strategy))
 
     attempt(lambda: shard("data_parallel"))
@@ -340,25 +340,25 @@ def refused() -> list[str]:
     # the last one: it closes the process group
     inner = DistributedModelParallel(Net(True), sharders=[EmbeddingBagCollectionSharder()])
     attempt(lambda: inner(batch_of(0)))
-    return said
+    return errors
 
 
 @pytest.mark.full
 def test_what_ranks_cannot_do_is_refused_by_name() -> None:
-    for said in run_ranks(2, refused):
-        assert "table 'a': an id map gives out rows of one rank, but every rank holds them" in said[0]
-        assert "return_remapped_features=True is not served where tables are sharded" in said[1]
-        assert "table 'a': its managed collision module has learned ids" in said[2]
-        assert "rank 1: " in said[3] and f"is outside [0, {IDS})" in said[3]
-        assert "its collection was sharded or quantized without it" in said[4]
+    for errors in run_ranks(2, refused):
+        assert "table 'a': an id map gives out rows of one rank, but every rank holds them" in errors[0]
+        assert "return_remapped_features=True is not served where tables are sharded" in errors[1]
+        assert "table 'a': its managed collision module has learned ids" in errors[2]
+        assert "rank 1: " in errors[3] and f"is outside [0, {IDS})" in errors[3]
+        assert "its collection was sharded or quantized without it" in errors[4]
 
 
 def test_every_default_list_of_sharders_has_those_of_managed_collision() -> None:
     for pooled in (True, False):
-        found = sharder_of(Net(pooled).mc, get_default_sharders())
-        assert found is not None and found.module_type is type(Net(pooled).mc)
+        sharder = sharder_of(Net(pooled).mc, get_default_sharders())
+        assert sharder is not None and sharder.module_type is type(Net(pooled).mc)
         kinds = ["table_wise", "column_wise", "table_column_wise", "row_wise"]
-        assert sorted(found.sharding_types("cpu")) == sorted(kinds)
+        assert sorted(sharder.sharding_types("cpu")) == sorted(kinds)
     assert ManagedCollisionCollectionSharder().module_type is ManagedCollisionCollection
 
 
@@ -366,7 +366,7 @@ def planned() -> list[str]:
     """A plan of our own making serves the module."""
     dmp = DistributedModelParallel(Net(True))
     dmp(batch_of(0, *span()))
-    return sorted({str(one.sharding_type) for one in dmp.plan.plan["mc"].values()})
+    return sorted({str(sharding.sharding_type) for sharding in dmp.plan.plan["mc"].values()})
 
 
 def test_the_planner_plans_it() -> None:
@@ -378,8 +378,8 @@ def piped(pipeline: str, evaluated: Sequence[int] = ()) -> tuple[list[Tensor], d
     """Losses and state of a net trained by a plain loop or a pipeline, and in eval() in some steps."""
     model = Net(True)
     # without a hash the module takes what the batch has, and its ids leave ahead
-    for one in model.mc._managed_collision_collection.modules_by_table().values():
-        one._input_hash_func = None
+    for module in model.mc._managed_collision_collection.modules_by_table().values():
+        module._input_hash_func = None
     dmp = DistributedModelParallel(model, plan=plan_of(model, "mixed"))
 
     def losses_of(batch: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
@@ -428,18 +428,18 @@ def said_of_hashed_ids() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipeline.progress(iter([batch_of(number, *span()) for number in range(3)]))
-    return [str(one.message) for one in caught if "not pipelined" in str(one.message)]
+    return [str(warning.message) for warning in caught if "not pipelined" in str(warning.message)]
 
 
 def test_an_error_of_the_trace_is_no_batch() -> None:
     """Managed collision with an `input_hash_func`, too, was said to have an input that does not depend on the batch."""
-    for (said,) in run_ranks(2, said_of_hashed_ids):
-        assert "what makes it of the batch cannot run ahead: symbolically traced variables cannot be used" in said
+    for (message,) in run_ranks(2, said_of_hashed_ids):
+        assert "what makes it of the batch cannot run ahead: symbolically traced variables cannot be used" in message
 
 
-def one_table(rows: int, cut: Any, world: int, **given: Any) -> tuple[ManagedCollisionEmbeddingCollection, Any]:
+def one_table(rows: int, cut: Any, world: int, **settings: Any) -> tuple[ManagedCollisionEmbeddingCollection, Any]:
     """A table whose slots are given anew with each batch, and its plan."""
-    table = EmbeddingConfig(rows, 4, "t", feature_names=["f"], **given)
+    table = EmbeddingConfig(rows, 4, "t", feature_names=["f"], **settings)
     module = MCHManagedCollisionModule(rows, "cpu", LRU_EvictionPolicy(), 1, name="t")
     mc = ManagedCollisionEmbeddingCollection(
         EmbeddingCollection([table]), ManagedCollisionCollection({"t": module}, [table])
@@ -473,9 +473,9 @@ def on_one_rank() -> ShardedManagedCollisionEmbeddings:
 
 def test_ids_of_a_batch_stay_as_they_are(on_one_rank: ShardedManagedCollisionEmbeddings) -> None:
     """On one rank ids do not travel, and slots were written over those of the caller's batch."""
-    given = kjt({"f": [[7, 8, 9]]})
-    on_one_rank(given)
-    assert given.values().tolist() == [7, 8, 9]
+    batch = kjt({"f": [[7, 8, 9]]})
+    on_one_rank(batch)
+    assert batch.values().tolist() == [7, 8, 9]
 
 
 def test_a_batch_that_is_dropped_leaves_no_row_of_other_ids(on_one_rank: ShardedManagedCollisionEmbeddings) -> None:
@@ -493,18 +493,18 @@ def test_a_batch_that_is_dropped_leaves_no_row_of_other_ids(on_one_rank: Sharded
 
 def saved(folder: str, strategy: str) -> bool:
     """Whether a net loaded by torch.distributed.checkpoint goes on with the bits of the one that was saved."""
-    one, other = sharded(True, strategy), sharded(True, strategy)
+    source, restored = sharded(True, strategy), sharded(True, strategy)
     for step in range(4):
-        torch.autograd.backward([out.sum() for out in one(batch_of(step, *span()))])
-    dcp.save(one.state_dict(), checkpoint_id=folder)
-    state = other.state_dict()
+        torch.autograd.backward([out.sum() for out in source(batch_of(step, *span()))])
+    dcp.save(source.state_dict(), checkpoint_id=folder)
+    state = restored.state_dict()
     dcp.load(state, checkpoint_id=folder)
-    other.load_state_dict(state)
-    one.eval()
-    other.eval()
+    restored.load_state_dict(state)
+    source.eval()
+    restored.eval()
     with torch.no_grad():
-        found, expected = other(batch_of(4, *span())), one(batch_of(4, *span()))
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        outputs, expected = restored(batch_of(4, *span())), source(batch_of(4, *span()))
+    return all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
 
 
 @pytest.mark.parametrize("strategy", ["table_wise", "column_wise", "row_wise"])

@@ -85,11 +85,11 @@ def beside_a_plain_loop(
         warnings.simplefilter("always")
         pipeline = pipeline_of(kind, piped, **settings)
         outputs = drain(pipeline.progress, (batch_of(step, vbe=vbe) for step in range(steps)))
-    one, other = state_of(plain), state_of(piped)
-    assert one.keys() == other.keys() and len(outputs) == steps
-    different = [key for key, value in one.items() if not torch.equal(value, other[key])]
-    said = [str(warning.message) for warning in caught if "not pipelined" in str(warning.message)]
-    return different + ["outputs"] * (not same(expected, outputs)), said, ahead[0]
+    plain_state, piped_state = state_of(plain), state_of(piped)
+    assert plain_state.keys() == piped_state.keys() and len(outputs) == steps
+    different = [key for key, value in plain_state.items() if not torch.equal(value, piped_state[key])]
+    messages = [str(warning.message) for warning in caught if "not pipelined" in str(warning.message)]
+    return different + ["outputs"] * (not same(expected, outputs)), messages, ahead[0]
 
 
 def of_parts(kind: str, parts: str, steps: int, vbe: bool) -> list[str]:
@@ -150,10 +150,10 @@ class Prepared(Net):
             rows = self.sequence(batch.lists["history"])
             zero = (rows["f0"].values().detach().sum() * 0).long()
             features = KeyedJaggedTensor(features.keys(), features.values() + zero, None, features.lengths())
-        found = self.dense(batch.dense) + self.pooled(features).values().view(-1, 4, 8).sum(1)
+        hidden = self.dense(batch.dense) + self.pooled(features).values().view(-1, 4, 8).sum(1)
         if self.kind == "twice":
-            found = found + self.pooled(batch.pooled).values().view(-1, 4, 8).sum(1)
-        out = self.over(found.tanh()).squeeze(1)
+            hidden = hidden + self.pooled(batch.pooled).values().view(-1, 4, 8).sum(1)
+        out = self.over(hidden.tanh()).squeeze(1)
         return (out * out).sum() / 8, out
 
 
@@ -180,10 +180,10 @@ def test_what_makes_the_input_runs_ahead(kind: str, pipeline: str, ahead: int) -
     ],
 )
 def test_what_cannot_run_ahead_runs_in_the_step_and_is_named(kind: str, postproc: bool, why: str) -> None:
-    for different, (said,), ahead in run_ranks(2, of_prepared, kind, "sparse_dist", postproc):
+    for different, (message,), ahead in run_ranks(2, of_prepared, kind, "sparse_dist", postproc):
         assert (different, ahead) == ([], 0)
-        assert said.startswith("module 'pooled' is not pipelined: its input is not a part of the batch")
-        assert why in said
+        assert message.startswith("module 'pooled' is not pipelined: its input is not a part of the batch")
+        assert why in message
 
 
 class Processed(Net):
@@ -204,16 +204,16 @@ class Processed(Net):
         )
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        found = self.processed(batch.pooled).values().view(-1, 4, 8).sum(1) + self.dense(batch.dense)
-        out = self.over(found.tanh()).squeeze(1)
+        hidden = self.processed(batch.pooled).values().view(-1, 4, 8).sum(1) + self.dense(batch.dense)
+        out = self.over(hidden.tanh()).squeeze(1)
         return (out * out).sum() / 8, out
 
 
 def sharded_processed(kind: str) -> Any:
     model = Processed(kind)
     tables = fused(model.processed._embedding_bag_collection, RowWiseAdagrad)
-    how = {"tf0": table_wise(rank=0), "tf1": table_wise(rank=1), "tf2": row_wise(), "tf3": row_wise()}
-    plan = construct_module_sharding_plan(tables, how, world_size=2, local_size=2, device_type="cpu")
+    generators = {"tf0": table_wise(rank=0), "tf1": table_wise(rank=1), "tf2": row_wise(), "tf3": row_wise()}
+    plan = construct_module_sharding_plan(tables, generators, world_size=2, local_size=2, device_type="cpu")
     return DistributedModelParallel(model, plan=ShardingPlan({"processed": plan}))
 
 
@@ -248,8 +248,8 @@ def test_a_feature_processed_collection_has_the_bits_of_the_plain_loop(
 
     And it was said that its input does not depend on the batch: an error of the trace went for a batch.
     """
-    for different, said, ahead in run_ranks(2, of_processed, kind, pipeline, postproc):
-        assert (different, said) == ([], [])
+    for different, messages, ahead in run_ranks(2, of_processed, kind, pipeline, postproc):
+        assert (different, messages) == ([], [])
         assert ahead >= 7
 
 
@@ -283,8 +283,8 @@ class Cache:
         lookups = self.group.lookups
         samples, wanted = (offsets.shape[0] - 1) // len(lookups), dict[tuple[int, int], None]()
         for f, lookup in enumerate(lookups):
-            mine = ids[int(offsets[f * samples]) : int(offsets[(f + 1) * samples])].tolist()
-            wanted.update(((lookup.table, row), None) for row in mine)
+            rows = ids[int(offsets[f * samples]) : int(offsets[(f + 1) * samples])].tolist()
+            wanted.update(((lookup.table, row), None) for row in rows)
         free = [row for row, leases in self.held.items() if not leases and row not in wanted]
         missing = [row for row in wanted if row not in self.held]
         spare = len(self.held) + len(missing) - self.room
@@ -373,9 +373,9 @@ def behind_a_cache(kind: str, room: int) -> tuple[bool, list[tuple[int, list[str
     # replicas are looked up a second time, at home
     members = zip(stores, cached.pooled._tables.members, strict=True)
     stores = [store for store, part in members if not part.is_replica and part.slots]
-    (weights, states), (there, states_there) = held(plain.pooled), held(cached.pooled)
-    good = all(torch.equal(value, there[key]) for key, value in weights.items())
-    good &= all(torch.equal(value, states_there[key]) for key, value in states.items())
+    (weights, states), (cached_weights, cached_states) = held(plain.pooled), held(cached.pooled)
+    good = all(torch.equal(value, cached_weights[key]) for key, value in weights.items())
+    good &= all(torch.equal(value, cached_states[key]) for key, value in states.items())
     good &= all(not store.leases for store in stores)
     return good and same(expected, outputs), [(s.most, s.log) for s in stores]
 
@@ -388,7 +388,7 @@ def test_rows_come_before_the_update_of_the_batch_before() -> None:
             assert most == 2
             # the second batch is resolved before the first update
             assert log[:5] == ["resolve 0", "resolve 0", "release", "resolve 1", "release"]
-            assert not any("full" in said for said in log)
+            assert not any("full" in entry for entry in log)
 
 
 def test_without_prefetch_rows_come_after_the_update() -> None:
@@ -399,9 +399,9 @@ def test_without_prefetch_rows_come_after_the_update() -> None:
 
 def test_a_cache_without_room_for_two_batches_serves_one_after_the_other() -> None:
     """Fault 47, of a cache that one batch's rows just fit: the lookup brings what the prefetch could not."""
-    found = run_ranks(2, behind_a_cache, "prefetch", 48)
-    assert all(good for good, _ in found)
-    assert any("full" in said for _, stores in found for _, log in stores for said in log)
+    ranks = run_ranks(2, behind_a_cache, "prefetch", 48)
+    assert all(good for good, _ in ranks)
+    assert any("full" in entry for _, stores in ranks for _, log in stores for entry in log)
 
 
 def too_small(room: int) -> str:
@@ -412,5 +412,5 @@ def too_small(room: int) -> str:
 
 
 def test_a_cache_without_room_for_one_batch_says_so() -> None:
-    (said,) = run_ranks(1, too_small, 3)
-    assert said.endswith("room for 3")
+    (message,) = run_ranks(1, too_small, 3)
+    assert message.endswith("room for 3")

@@ -25,21 +25,21 @@ from shardwise.sharding.pipeline import DataLoadingThread
 
 def uneven_epochs(kind: str, counts: list[list[int]]) -> tuple[list[int], list[str], bool]:
     """Steps of each epoch, warnings, and whether a plain loop over what all ranks have gives the same."""
-    model, done, outputs = sharded("ps"), [], list[Tensor]()
+    model, step_counts, outputs = sharded("ps"), [], list[Tensor]()
     pipeline = pipeline_of(kind, model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for epoch, of_ranks in enumerate(counts):
-            mine = drain(pipeline.progress, iter([batch_of(10 * epoch + n) for n in range(of_ranks[dist.get_rank()])]))
-            done.append(len(mine))
-            outputs += mine
-    kept = [10 * epoch + n for epoch, of_ranks in enumerate(counts) for n in range(min(of_ranks))]
+            outs = drain(pipeline.progress, iter([batch_of(10 * epoch + n) for n in range(of_ranks[dist.get_rank()])]))
+            step_counts.append(len(outs))
+            outputs += outs
+    numbers = [10 * epoch + n for epoch, of_ranks in enumerate(counts) for n in range(min(of_ranks))]
     if kind == "eval":
         plain = sharded("ps")
-        good = same([plain(batch_of(n))[1].detach() for n in kept], outputs) and equal(model, plain)
+        good = same([plain(batch_of(n))[1].detach() for n in numbers], outputs) and equal(model, plain)
     else:
-        good = as_a_plain_loop(model, outputs, kept)
-    return done, [str(one.message) for one in caught if "batch left" in str(one.message)], good
+        good = as_a_plain_loop(model, outputs, numbers)
+    return step_counts, [str(warning.message) for warning in caught if "batch left" in str(warning.message)], good
 
 
 @pytest.mark.ranks
@@ -48,11 +48,11 @@ def test_loaders_of_different_lengths_end_all_ranks_on_the_same_step(kind: str) 
     """Fault 36. The rank that has more waited for the others in its next exchange, for ever."""
     counts = [[3, 5], [4, 4], [2, 0], [1, 1], [0, 3], [6, 2]]
     ranks = run_ranks(2, uneven_epochs, kind, counts)
-    for done, _, good in ranks:
-        assert done == [min(of_ranks) for of_ranks in counts]
+    for step_counts, _, good in ranks:
+        assert step_counts == [min(of_ranks) for of_ranks in counts]
         assert good
     # once, and by the rank that it happened to first
-    assert [len(said) for _, said, _ in ranks] == [1, 1]
+    assert [len(messages) for _, messages, _ in ranks] == [1, 1]
     assert ranks[1][1][0].startswith("ranks [0] have no batch left: all ranks stop here")
 
 
@@ -66,9 +66,9 @@ def stop_with_the_loader(kind: str) -> tuple[int, int]:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("kind", "under_way"), [("sparse_dist", 2), ("prefetch", 3)])
 def test_execute_all_batches_false_leaves_what_is_under_way_to_the_next_call(kind: str, under_way: int) -> None:
-    for found in run_ranks(2, stop_with_the_loader, kind):
+    for step_counts in run_ranks(2, stop_with_the_loader, kind):
         # six batches, of which those under way wait for the next iterator; its own last ones wait too
-        assert found == (6 - under_way, 3)
+        assert step_counts == (6 - under_way, 3)
 
 
 class Failing:
@@ -88,10 +88,10 @@ class Failing:
         if number == self._bad and dist.get_rank() == dist.get_world_size() - 1:
             if self._error is not None:
                 raise self._error
-            one, lengths = batch.pooled, batch.pooled.lengths().clone()
+            kjt, lengths = batch.pooled, batch.pooled.lengths().clone()
             lengths[0] += 1
-            ids = torch.cat([torch.tensor([999]), one.values()])
-            batch.pooled = KeyedJaggedTensor(one.keys(), ids, None, lengths)
+            ids = torch.cat([torch.tensor([999]), kjt.values()])
+            batch.pooled = KeyedJaggedTensor(kjt.keys(), ids, None, lengths)
         return batch
 
 
@@ -197,13 +197,13 @@ def test_after_an_error_in_the_forward_of_one_process_the_next_batch_trains() ->
 def fail_and_go_on() -> list[tuple[str, str]]:
     model = sharded("ps")
     pipeline = pipeline_of("sparse_dist", model, custom_model_fwd=_failing_forward(model))
-    batches, found = map(batch_of, range(8)), []
+    batches, errors = map(batch_of, range(8)), []
     for _ in range(3):
         try:
             pipeline.progress(batches)
         except Exception as error:
-            found.append((type(error).__name__, str(error)))
-    return found
+            errors.append((type(error).__name__, str(error)))
+    return errors
 
 
 @pytest.mark.ranks
@@ -238,9 +238,9 @@ def leave_a_module_out() -> list[tuple[int, str, str]]:
 
 @pytest.mark.ranks
 def test_a_module_that_the_model_does_not_ask_for_its_batch_is_named() -> None:
-    for ((step, kind, said),) in run_ranks(2, leave_a_module_out):
+    for ((step, kind, message),) in run_ranks(2, leave_a_module_out):
         assert (step, kind) == (2, "RuntimeError")
-        assert said.startswith("modules ['model._dmp_wrapped_module.module.pooled']: the batch was routed for them")
+        assert message.startswith("modules ['model._dmp_wrapped_module.module.pooled']: the batch was routed for them")
 
 
 def take_turns() -> bool:
@@ -250,9 +250,9 @@ def take_turns() -> bool:
     batches = iter([batch_of(n) for n in range(12)])
     outputs = [train.progress(batches).detach().clone() for _ in range(3)]
     model.eval()
-    seen = drain(evaluate.progress, iter([batch_of(50 + n) for n in range(3)]))
+    evaluated = drain(evaluate.progress, iter([batch_of(50 + n) for n in range(3)]))
     # the model itself, while batches are under way
-    seen.append(train.detach()(batch_of(60))[1].detach())
+    evaluated.append(train.detach()(batch_of(60))[1].detach())
     model.train()
     train.attach()
     with torch.no_grad():
@@ -282,7 +282,7 @@ def take_turns() -> bool:
     # reset drops the two batches that were fetched after the seventh
     for n in (4, 5, 6, 9, 10, 11):
         step(n)
-    return same(expected, outputs) and same(wanted, seen) and equal(model, plain)
+    return same(expected, outputs) and same(wanted, evaluated) and equal(model, plain)
 
 
 @pytest.mark.ranks
@@ -396,10 +396,10 @@ def train_to_a_fault(kind: str, fault: Fault) -> None:
 def fail(*cases: tuple[str, Fault]) -> list[list[Said]]:
     """What both ranks of each pipeline said. All wait at once."""
     groups = [start_lone_ranks(2, train_to_a_fault, kind, fault) for kind, fault in cases]
-    found = [group.said() for group in groups]
-    for first, _ in found:
+    outcomes = [group.said() for group in groups]
+    for first, _ in outcomes:
         assert (first.error, first.ranks) == ("RankFailure", (1,)), first
-    return found
+    return outcomes
 
 
 @pytest.mark.ranks

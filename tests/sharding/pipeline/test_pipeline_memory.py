@@ -66,10 +66,10 @@ class ReadsAgain(Net):
     """Calls one collection with a part of the batch, another with what it makes of it."""
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        found = self.dense(batch.dense) + self.pooled(batch.pooled).values().view(-1, 4, 8).sum(1)
+        hidden = self.dense(batch.dense) + self.pooled(batch.pooled).values().view(-1, 4, 8).sum(1)
         rows = batch.lists["history"]
-        again = KeyedJaggedTensor(rows.keys(), rows.values() + 0, None, rows.lengths())
-        out = self.over((found + self.sequence(again)["f0"].values().sum()).tanh()).squeeze(1)
+        copied = KeyedJaggedTensor(rows.keys(), rows.values() + 0, None, rows.lengths())
+        out = self.over((hidden + self.sequence(copied)["f0"].values().sum()).tanh()).squeeze(1)
         return (out * out).sum() / 8, out
 
 
@@ -95,44 +95,44 @@ def changes(how: str) -> tuple[str, bool]:
     pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), CPU, free_features_storage_early=True)
     batches = (batch_of(n) for n in range(8))
     outputs = [pipeline.progress(batches).detach().clone() for _ in range(2)]
-    said = ""
+    error = ""
     if how == "eval":
         model.eval()
-        said = error_of(pipeline.progress, batches)
+        error = error_of(pipeline.progress, batches)
         model.train()
-        return said, len(drain(pipeline.progress, batches)) == 5
+        return error, len(drain(pipeline.progress, batches)) == 5
     # batches under way stay as they are, and the model can be used in between
     with torch.no_grad():
         pipeline.detach()(batch_of(20))
     pipeline.attach()
     outputs += drain(pipeline.progress, batches)
-    return said, as_a_plain_loop(model, outputs, range(8))
+    return error, as_a_plain_loop(model, outputs, range(8))
 
 
 def test_a_batch_that_was_freed_is_not_routed_once_more() -> None:
-    for said, good in run_ranks(2, changes, "eval"):
-        assert good and said.startswith("RuntimeError: the batch left ahead for another kind of step")
+    for error, good in run_ranks(2, changes, "eval"):
+        assert good and error.startswith("RuntimeError: the batch left ahead for another kind of step")
     assert run_ranks(2, changes, "detach") == [("", True)] * 2
 
 
 def cleared() -> tuple[bool, list[tuple[bool, bool]]]:
     """Whether bits are those of a plain loop; of each batch, whether what it sent was there before, and not after."""
-    seen: list[tuple[bool, bool]] = []
+    presence: list[tuple[bool, bool]] = []
 
     class Watches(TrainPipelineSparseDist[Batch, Tensor]):
         """Looks at what was sent for a batch."""
 
         def clear_sparse_data_dist_inputs(self, context: TrainPipelineContext) -> None:
-            steps = [one.step for one in self._fetched_of(context).started]
+            steps = [entry.step for entry in self._fetched_of(context).started]
             sent = [weakref.ref(step.sent_ids) for step in steps]
             before = all(ref() is not None for ref in sent)
             super().clear_sparse_data_dist_inputs(context)
-            seen.append((before, not any(ref() is not None for ref in sent)))
+            presence.append((before, not any(ref() is not None for ref in sent)))
 
     model = sharded("pws")
     pipeline = Watches(model, dense_optimizer(model), CPU, clear_data_dist_inputs=True)
     outputs = drain(pipeline.progress, (batch_of(n) for n in range(6)))
-    return as_a_plain_loop(model, outputs, range(6), "pws"), seen
+    return as_a_plain_loop(model, outputs, range(6), "pws"), presence
 
 
 def test_what_was_sent_is_let_go_before_the_forward() -> None:

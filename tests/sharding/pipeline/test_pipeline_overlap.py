@@ -60,13 +60,13 @@ class Log:
 
         return launched
 
-    def place(self, what: str, number: int, how: str) -> int:
+    def place(self, what: str, number: int, event: str) -> int:
         """When it happened."""
-        return self.events.index((what, number, how))
+        return self.events.index((what, number, event))
 
     def spans(self, exchange: str, number: int, work: str, step: int) -> bool:
         """Whether the exchange was under way during the whole work."""
-        launched, awaited = (self.place(exchange, number, how) for how in ("launched", "awaited"))
+        launched, awaited = (self.place(exchange, number, event) for event in ("launched", "awaited"))
         return launched < self.place(work, step, "begins") < self.place(work, step, "ends") < awaited
 
 
@@ -109,7 +109,7 @@ def hidden(kind: str, ids_during: str) -> tuple[int, int, int]:
     later = 0 if ids_during == "backward" else 1
     headers = sum(log.spans("headers", n, "forward", n - ahead) for n in range(ahead + 1, STEPS))
     ids = sum(log.spans("ids", n, ids_during, n - ahead + later) for n in range(ahead + 1, STEPS))
-    return headers, ids, sum(how == "launched" for _, _, how in log.events)
+    return headers, ids, sum(event == "launched" for _, _, event in log.events)
 
 
 @pytest.mark.ranks
@@ -228,8 +228,8 @@ def bad(batch: Batch) -> Batch:
 
 def pipelined(kind: str) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
     """Steps, a bad batch, another kind of step, a detached model, another one, a reset, and an end."""
-    model, seen = sharded("ps"), Streams()
-    with seen.recorded():
+    model, streams = sharded("ps"), Streams()
+    with streams.recorded():
         pipeline = pipeline_of(kind, model)
         pipeline._feed.stream = Stream("copies")
         if kind != "base":
@@ -248,13 +248,13 @@ def pipelined(kind: str) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, s
         with suppress(StopIteration):
             while True:
                 pipeline.progress(batches)
-    return seen.waits, seen.dropped
+    return streams.waits, streams.dropped
 
 
 def staged() -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
     """Steps of a user's own loop that skips a batch, and a detached model."""
-    model, seen, routing = sharded("ps"), Streams(), Stream("routing")
-    with seen.recorded():
+    model, streams, routing = sharded("ps"), Streams(), Stream("routing")
+    with streams.recorded():
         sparse: Any = SparseDataDistUtil(model, None)
         sparse.data_dist_stream = routing
         sparse._ahead._stream = routing
@@ -268,7 +268,7 @@ def staged() -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
             if step == 7:
                 sparse.detach()
                 break
-    return seen.waits, seen.dropped
+    return streams.waits, streams.dropped
 
 
 @pytest.mark.ranks

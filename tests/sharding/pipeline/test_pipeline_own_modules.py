@@ -62,8 +62,8 @@ class ShardedShifted(ShardedModule[Any, Any, Any, Any]):
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:  # type: ignore[override]
         self.calls.append("input_dist")
         shifted = KeyedJaggedTensor(features.keys(), (features.values() + 1) % 40, None, features.lengths())
-        found: Awaitable[Awaitable[Any]] = self.bags.input_dist(ctx, shifted)
-        return found
+        awaitable: Awaitable[Awaitable[Any]] = self.bags.input_dist(ctx, shifted)
+        return awaitable
 
     def compute(self, ctx: Any, dist_input: Any) -> Any:
         self.calls.append("compute")
@@ -111,15 +111,15 @@ class Net(nn.Module):
         features = batch.pooled
         if self.several:
             features = KeyedJaggedTensor(features.keys(), features.values(), None, features.lengths())
-        found = self.dense(batch.dense) + self.shifted(features).values().view(-1, 4, 8).sum(1)
-        out = self.over(found.tanh()).squeeze(1)
+        hidden = self.dense(batch.dense) + self.shifted(features).values().view(-1, 4, 8).sum(1)
+        out = self.over(hidden.tanh()).squeeze(1)
         return (out * out).sum() / 8, out
 
 
 def made(several: bool = False) -> Any:
     net = Net(several)
-    how = {"t0": table_wise(0), "t1": row_wise(), "t2": table_wise(1), "t3": row_wise()}
-    inner = construct_module_sharding_plan(net.shifted.bags, how, world_size=2, local_size=2, device_type="cpu")
+    generators = {"t0": table_wise(0), "t1": row_wise(), "t2": table_wise(1), "t3": row_wise()}
+    inner = construct_module_sharding_plan(net.shifted.bags, generators, world_size=2, local_size=2, device_type="cpu")
     return DistributedModelParallel(net, plan=ShardingPlan({"shifted": inner}), sharders=[ShiftedSharder()])
 
 
@@ -132,25 +132,25 @@ def beside_a_loop(kind: str, several: bool) -> tuple[bool, list[str], list[str],
         warnings.simplefilter("always")
         pipeline: Any = make(model, dense_optimizer(model), CPU, pipeline_postproc=False)
         outputs = drain(pipeline.progress, map(batch_of, range(5)))
-    one, other = state_of(plain), state_of(model)
-    good = same(expected, outputs) and all(torch.equal(value, other[name]) for name, value in one.items())
-    said = [str(warning.message) for warning in caught if "not pipelined" in str(warning.message)]
-    own = model.module.shifted
-    return good, said, own.calls[:7], "forward" in vars(own)
+    plain_state, piped_state = state_of(plain), state_of(model)
+    good = same(expected, outputs) and all(torch.equal(value, piped_state[name]) for name, value in plain_state.items())
+    messages = [str(warning.message) for warning in caught if "not pipelined" in str(warning.message)]
+    module = model.module.shifted
+    return good, messages, module.calls[:7], "forward" in vars(module)
 
 
 @pytest.mark.parametrize("kind", ["sparse_dist", "prefetch"])
 def test_a_module_of_ones_own_is_pipelined_by_its_stages(kind: str) -> None:
     """From the second batch on a batch leaves before the lookup of the one before."""
     ahead = 2 if kind == "prefetch" else 1
-    for good, said, calls, is_replaced in run_ranks(2, beside_a_loop, kind, False):
-        assert good and said == [] and not is_replaced
+    for good, messages, calls, is_replaced in run_ranks(2, beside_a_loop, kind, False):
+        assert good and messages == [] and not is_replaced
         assert calls[: 2 + ahead] == ["input_dist", "compute", *["input_dist"] * ahead]
         assert calls[2 + ahead : 4 + ahead] == ["input_dist", "compute"]
 
 
 def test_one_whose_input_the_model_makes_is_left_in_the_step() -> None:
-    for good, said, calls, is_replaced in run_ranks(2, beside_a_loop, "sparse_dist", True):
-        assert good and len(said) == 1 and not is_replaced
-        assert said[0].startswith("module 'shifted' is not pipelined: its input is not a part of the batch")
+    for good, messages, calls, is_replaced in run_ranks(2, beside_a_loop, "sparse_dist", True):
+        assert good and len(messages) == 1 and not is_replaced
+        assert messages[0].startswith("module 'shifted' is not pipelined: its input is not a part of the batch")
         assert calls[:4] == ["input_dist", "compute"] * 2

@@ -66,27 +66,27 @@ def test_each_stage_has_another_batch() -> None:
     pipeline: StagedTrainPipeline[str, str] = StagedTrainPipeline(stages)
     assert pipeline.num_stages == 2
     batches = iter(["n0", "n1", "n2"])
-    found = [pipeline.progress(batches)]
+    results = [pipeline.progress(batches)]
     assert log == ["a0", "af", "b0", "bf", "a1", "af", "a2", "b1"]
-    found += [pipeline.progress(batches) for _ in range(3)]
-    assert found == ["n0", "n1", "n2", None]
+    results += [pipeline.progress(batches) for _ in range(3)]
+    assert results == ["n0", "n1", "n2", None]
     assert log[8:] == ["ax", "b2", "ax", "bx", "ax", "bx"]
     # the next epoch
-    again = iter(["n3", "n4"])
-    assert [pipeline.progress(again) for _ in range(3)] == ["n3", "n4", None]
+    next_epoch = iter(["n3", "n4"])
+    assert [pipeline.progress(next_epoch) for _ in range(3)] == ["n3", "n4", None]
 
 
 def test_a_flush_finishes_what_is_under_way_and_goes_on() -> None:
     stages, _ = stages_of("a", "b", "c")
-    said: list[str] = []
-    pipeline: StagedTrainPipeline[str, str] = StagedTrainPipeline(stages, on_flush_end=lambda: said.append("over"))
+    calls: list[str] = []
+    pipeline: StagedTrainPipeline[str, str] = StagedTrainPipeline(stages, on_flush_end=lambda: calls.append("over"))
     batches = iter([f"n{n}" for n in range(7)])
     assert pipeline.progress(batches) == "n0"
     pipeline.set_flush(True)
     assert [pipeline.progress(batches) for _ in range(3)] == ["n1", "n2", "n3"]
-    assert not said
+    assert not calls
     assert pipeline.progress(batches) == "n4"
-    assert said == ["over"]
+    assert calls == ["over"]
     assert [pipeline.progress(batches) for _ in range(3)] == ["n5", "n6", None]
 
 
@@ -107,10 +107,10 @@ def train_by_stages(prefetches: bool, counts: list[int], fails: bool) -> tuple[b
         stages.append(PipelineStage("prefetch", sparse.prefetch, None, sparse.load_prefetch))
     pipeline: StagedTrainPipeline[Batch, Batch] = StagedTrainPipeline(stages)
     optimizer, outputs, raised = dense_optimizer(model), [], []
-    mine = counts[dist.get_rank()]
+    count = counts[dist.get_rank()]
 
     def load() -> Iterator[Batch]:
-        for n in range(mine):
+        for n in range(count):
             if fails and n == 4 and dist.get_rank() == 1:
                 raise OSError("day_4.tsv is not there")
             yield batch_of(n)
@@ -128,8 +128,8 @@ def train_by_stages(prefetches: bool, counts: list[int], fails: bool) -> tuple[b
         except OSError as error:
             raised.append(str(error))
     assert sparse.detach() is model
-    said = [str(w.message) for w in caught if "no batch left" in str(w.message)]
-    return as_a_plain_loop(model, outputs, range(len(outputs))), len(outputs), said, raised
+    messages = [str(w.message) for w in caught if "no batch left" in str(w.message)]
+    return as_a_plain_loop(model, outputs, range(len(outputs))), len(outputs), messages, raised
 
 
 @pytest.mark.ranks
@@ -141,9 +141,9 @@ def test_a_loop_over_stages_gives_the_bits_of_a_plain_one(prefetches: bool) -> N
 @pytest.mark.ranks
 def test_stages_of_all_ranks_end_on_the_same_step() -> None:
     """Fault 36."""
-    first, (*ended, said, _) = run_ranks(2, train_by_stages, False, [4, 7], False)
+    first, (*ended, messages, _) = run_ranks(2, train_by_stages, False, [4, 7], False)
     assert first == (True, 4, [], []) and ended == [True, 4]
-    assert said[0] == "another rank has no batch left: a batch of this rank is left out"
+    assert messages[0] == "another rank has no batch left: a batch of this rank is left out"
 
 
 @pytest.mark.ranks
@@ -166,8 +166,8 @@ def numbers(count: int, bad: int | None = None) -> Iterator[Tensor]:
 def test_a_thread_loads_in_order_and_ends() -> None:
     thread: DataLoadingThread[Tensor] = DataLoadingThread(CPU, numbers(3), False)
     thread.start()
-    found = [thread.get_next_batch() for _ in range(5)]
-    assert [None if batch is None else int(batch) for batch in found] == [0, 1, 2, None, None]
+    batches = [thread.get_next_batch() for _ in range(5)]
+    assert [None if batch is None else int(batch) for batch in batches] == [0, 1, 2, None, None]
     with pytest.raises(StopIteration):
         thread.get_next_batch(none_throws=True)
     thread.join(30)
@@ -203,10 +203,10 @@ def averaged(interval: int | None) -> list[int]:
     plan = ShardingPlan({"pooled": construct_module_sharding_plan(module.pooled, cut, None, 1, 1, "cpu")})
     assert dist.group.WORLD is not None
     model = DMPCollection(module, CPU, plan, 2, 1, dist.group.WORLD)
-    done, synced, sync = [0], [], model.sync
+    trained, synced, sync = [0], [], model.sync
 
     def noted() -> None:
-        synced.append(done[0])
+        synced.append(trained[0])
         sync()
 
     model.sync = noted  # type: ignore[method-assign,assignment]
@@ -216,7 +216,7 @@ def averaged(interval: int | None) -> list[int]:
     batches = (batch_of(n) for n in range(7))
     for _ in range(7):
         pipeline.progress(batches)
-        done[0] += 1
+        trained[0] += 1
     return synced
 
 
@@ -251,9 +251,9 @@ def test_steps_lead_from_the_batch_to_an_argument(steps: list[Any], expected: An
 
 
 def test_steps_are_added_at_both_ends_and_compare_by_what_they_do() -> None:
-    made = ArgInfo([step.get_item(0)]).add_step(step.get_item("a")).append_step(step.get_attr("real"))
-    assert made == ArgInfo([step.get_item("a"), step.get_item(0), step.get_attr("real")])
-    call = CallArgs([made], {"rest": ArgInfo([step.get_item("b")])})
+    arg = ArgInfo([step.get_item(0)]).add_step(step.get_item("a")).append_step(step.get_attr("real"))
+    assert arg == ArgInfo([step.get_item("a"), step.get_item(0), step.get_attr("real")])
+    call = CallArgs([arg], {"rest": ArgInfo([step.get_item("b")])})
     assert call.build_args_kwargs({"a": [5], "b": "c"}) == ([5], {"rest": "c"})
 
 
@@ -287,11 +287,11 @@ def call_of(model: nn.Module, module: str) -> fx.Node:
 def test_a_call_that_the_model_prepares_is_found_only_with_postproc(prepares: bool) -> None:
     model, features = Prepared(), KeyedJaggedTensor(["f"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 2]))
     helper = NodeArgsHelper(model, TrainPipelineContext(), prepares)
-    call, found = helper.get_node_args(call_of(model, "ebc"))
-    assert found == int(prepares) and len(helper.pipelined_postprocs) == int(prepares)
+    call, count = helper.get_node_args(call_of(model, "ebc"))
+    assert count == int(prepares) and len(helper.pipelined_postprocs) == int(prepares)
     if prepares:
-        (made,), _ = call.build_args_kwargs({"parts": Parts(features)})
-        assert made.values().tolist() == [2, 4, 6]
+        (prepared,), _ = call.build_args_kwargs({"parts": Parts(features)})
+        assert prepared.values().tolist() == [2, 4, 6]
 
 
 def test_a_module_with_trained_parameters_is_no_step() -> None:
@@ -314,11 +314,11 @@ def by_hand(kind: str, steps: int) -> tuple[bool, str]:
     helper = NodeArgsHelper(model.module, context, False)
     args = {}
     for path, node in calls.items():
-        args[path], found = helper.get_node_args(node)
-        assert found == 1
+        args[path], count = helper.get_node_args(node)
+        assert count == 1
     forwards: dict[str, Any] = {}
     make = {
-        one.__name__: one for one in (PipelinedForward, PrefetchPipelinedForward, PrefetchEmbeddingPipelinedForward)
+        cls.__name__: cls for cls in (PipelinedForward, PrefetchPipelinedForward, PrefetchEmbeddingPipelinedForward)
     }
     for path, module in collections.items():
         forwards[path] = module.forward = make[kind](path, args[path], module, context)
@@ -356,9 +356,9 @@ def by_hand(kind: str, steps: int) -> tuple[bool, str]:
 
 @pytest.mark.parametrize("kind", ["PipelinedForward", "PrefetchPipelinedForward", "PrefetchEmbeddingPipelinedForward"])
 def test_a_pipeline_by_hand_has_the_bits_of_a_plain_loop(kind: str) -> None:
-    for equal, said in run_ranks(2, by_hand, kind, 4):
+    for equal, message in run_ranks(2, by_hand, kind, 4):
         assert equal
-        assert "module 'pooled': " in said
+        assert "module 'pooled': " in message
 
 
 def test_the_context_type_of_the_pipeline_itself_is_no_reason_to_warn() -> None:

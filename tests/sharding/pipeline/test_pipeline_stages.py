@@ -54,9 +54,9 @@ def calls_of(kind: str, steps: int) -> tuple[bool, list[tuple[str, int]], bool]:
 
         def enqueue_batch(self, dataloader_iter: Iterator[Batch]) -> bool:
             before = len(self.batches)
-            came: bool = super().enqueue_batch(dataloader_iter)
-            assert came == (len(self.batches) == before + 1)
-            return came
+            enqueued: bool = super().enqueue_batch(dataloader_iter)
+            assert enqueued == (len(self.batches) == before + 1)
+            return enqueued
 
         def start_sparse_data_dist(self, batch: Batch | None, context: TrainPipelineContext) -> None:
             assert context.index is not None and batch is not None
@@ -148,16 +148,16 @@ def ends_or_fails(how: str) -> tuple[int, str]:
             return batch, context
 
     model = sharded("p")
-    pipeline, batches, done = Stops(model, dense_optimizer(model), CPU), (batch_of(n) for n in range(6)), 0
+    pipeline, batches, steps = Stops(model, dense_optimizer(model), CPU), (batch_of(n) for n in range(6)), 0
     try:
         while True:
             pipeline.progress(batches)
-            done += 1
+            steps += 1
     except StopIteration:
-        return done, "end"
+        return steps, "end"
     except Exception as error:
-        said = f"{type(error).__name__}: {error.args[0]}"
-        return done, said if len(drain(pipeline.progress, batches)) == 2 else "and did not go on"
+        message = f"{type(error).__name__}: {error.args[0]}"
+        return steps, message if len(drain(pipeline.progress, batches)) == 2 else "and did not go on"
 
 
 @pytest.mark.filterwarnings("ignore:ranks .* have no batch left")

@@ -71,16 +71,16 @@ class Processed(Net):
         self.processed = FeatureProcessedEmbeddingBagCollection(tables, processors)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        found = self.processed(batch.pooled).values().view(-1, 4, 8).sum(1) + self.dense(batch.dense)
-        out = self.over(found.tanh()).squeeze(1)
+        hidden = self.processed(batch.pooled).values().view(-1, 4, 8).sum(1) + self.dense(batch.dense)
+        out = self.over(hidden.tanh()).squeeze(1)
         return (out * out).sum() / 8, out
 
 
 def made(plan: str, pooling: PoolingType, first: type[Any] = PositionWeightedModule) -> Any:
     model = Processed(pooling, first)
     tables = fused(model.processed._embedding_bag_collection, RowWiseAdagrad)
-    how = {f"tf{n}": one for n, one in enumerate(PLANS[plan])}
-    made_plan = construct_module_sharding_plan(tables, how, world_size=2, local_size=2, device_type="cpu")
+    generators = {f"tf{n}": generator for n, generator in enumerate(PLANS[plan])}
+    made_plan = construct_module_sharding_plan(tables, generators, world_size=2, local_size=2, device_type="cpu")
     return DistributedModelParallel(model, plan=ShardingPlan({"processed": made_plan}))
 
 
@@ -90,18 +90,22 @@ def piped(model: Any, batches: Iterator[Batch]) -> tuple[list[Tensor], list[str]
         warnings.simplefilter("always")
         pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
         outputs = drain(pipeline.progress, batches)
-    return outputs, [str(one.message) for one in caught if "not pipelined" in str(one.message)]
+    return outputs, [str(warning.message) for warning in caught if "not pipelined" in str(warning.message)]
 
 
 def beside_a_loop(plan: str, pooling: PoolingType, vbe: bool) -> tuple[bool, list[str], bool]:
     """Whether bits are those of a plain loop, warnings, and whether position weights were trained."""
     plain, model = made(plan, pooling), made(plan, pooling)
     expected = plain_loop(plain, (batch_of(n, vbe=vbe) for n in range(6)))
-    outputs, said = piped(model, (batch_of(n, vbe=vbe) for n in range(6)))
-    one, other = state_of(plain), state_of(model)
-    positions = [value for name, value in other.items() if "position_weight" in name]
+    outputs, messages = piped(model, (batch_of(n, vbe=vbe) for n in range(6)))
+    plain_state, piped_state = state_of(plain), state_of(model)
+    positions = [value for name, value in piped_state.items() if "position_weight" in name]
     moved = bool(positions) and all(not torch.equal(value, torch.ones_like(value)) for value in positions)
-    return same(expected, outputs) and all(torch.equal(value, other[name]) for name, value in one.items()), said, moved
+    return (
+        same(expected, outputs) and all(torch.equal(value, piped_state[name]) for name, value in plain_state.items()),
+        messages,
+        moved,
+    )
 
 
 @pytest.mark.parametrize("vbe", [False, True])
@@ -115,11 +119,11 @@ def test_weights_that_follow_their_ids_train_to_the_bits_of_a_plain_loop(
 
 def too_long(batch: Batch) -> Batch:
     """The first bag has more ids than there are positions."""
-    one, lengths = batch.pooled, batch.pooled.lengths().clone()
-    more = LONGEST + 1 - int(lengths[0])
-    lengths[0] += more
-    ids = torch.cat([torch.zeros(more, dtype=torch.int64), one.values()])
-    batch.pooled = KeyedJaggedTensor(one.keys(), ids, None, lengths)
+    kjt, lengths = batch.pooled, batch.pooled.lengths().clone()
+    extra = LONGEST + 1 - int(lengths[0])
+    lengths[0] += extra
+    ids = torch.cat([torch.zeros(extra, dtype=torch.int64), kjt.values()])
+    batch.pooled = KeyedJaggedTensor(kjt.keys(), ids, None, lengths)
     return batch
 
 
@@ -131,29 +135,31 @@ def with_a_bad_bag(bad: int) -> tuple[str, bool]:
     pipeline, outputs = TrainPipelineSparseDist(model, dense_optimizer(model), CPU), list[Tensor]()
     for _ in range(bad):
         outputs.append(pipeline.progress(batches).detach().clone())
-    said = error_of(pipeline.progress, batches)
+    error = error_of(pipeline.progress, batches)
     outputs += drain(pipeline.progress, batches)
-    one, other = state_of(plain), state_of(model)
-    return said, same(expected, outputs) and all(torch.equal(value, other[name]) for name, value in one.items())
+    plain_state, piped_state = state_of(plain), state_of(model)
+    return error, same(expected, outputs) and all(
+        torch.equal(value, piped_state[name]) for name, value in plain_state.items()
+    )
 
 
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_batch_that_a_processor_of_one_rank_refuses_fails_on_all(bad: int) -> None:
     """The ids of batch 2 are on all ranks by then: its weights are what tells them."""
-    for said, good in run_ranks(2, with_a_bad_bag, bad):
-        assert said.startswith("IndexError: rank 1: feature 'f0', sample 0: 4 ids, but there are weights for 3")
+    for error, good in run_ranks(2, with_a_bad_bag, bad):
+        assert error.startswith("IndexError: rank 1: feature 'f0', sample 0: 4 ids, but there are weights for 3")
         assert good
 
 
 def of_a_subclass() -> tuple[list[str], int]:
-    outputs, said = piped(made("mix", PoolingType.SUM, Derived), (batch_of(n) for n in range(3)))
-    return said, len(outputs)
+    outputs, messages = piped(made("mix", PoolingType.SUM, Derived), (batch_of(n) for n in range(3)))
+    return messages, len(outputs)
 
 
 def test_a_processor_that_does_not_say_that_it_weighs_alone_is_left_in_the_step() -> None:
-    for said, steps in run_ranks(2, of_a_subclass):
-        assert steps == 3 and len(said) == 1
-        assert said[0].startswith("module 'processed._embedding_bag_collection' is not pipelined")
+    for messages, steps in run_ranks(2, of_a_subclass):
+        assert steps == 3 and len(messages) == 1
+        assert messages[0].startswith("module 'processed._embedding_bag_collection' is not pipelined")
 
 
 def of_one_that_breaks_its_word() -> str:
@@ -161,5 +167,5 @@ def of_one_that_breaks_its_word() -> str:
 
 
 def test_a_processor_that_changes_ids_though_it_said_it_would_not_is_an_error() -> None:
-    for said in run_ranks(2, of_one_that_breaks_its_word):
-        assert said.startswith("ValueError: rank 0: the batch that left ahead has other ids")
+    for error in run_ranks(2, of_one_that_breaks_its_word):
+        assert error.startswith("ValueError: rank 0: the batch that left ahead has other ids")

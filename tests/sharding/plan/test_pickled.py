@@ -159,7 +159,7 @@ LEFT_OUT: dict[str, dict[str, str]] = {
     ), _STATE),
 }  # fmt: skip
 MODULES = {"sharding": sharding, "planner": planner, "embeddings": embeddings}
-EVERY = [(module, name) for module, made in MADE.items() for name in made]
+EVERY = [(module, name) for module, makers in MADE.items() for name in makers]
 
 
 def data_of(value: Any, depth: int = 8) -> Any:
@@ -169,13 +169,13 @@ def data_of(value: Any, depth: int = 8) -> Any:
     if depth == 0 or isinstance(value, str | int | float | bytes | Enum | type | torch.dtype | torch.device | None):
         return value if not callable(value) or isinstance(value, type) else "function"
     if isinstance(value, dict):
-        return [(repr(key), data_of(one, depth - 1)) for key, one in value.items()]
+        return [(repr(key), data_of(item, depth - 1)) for key, item in value.items()]
     if isinstance(value, list | tuple | set | frozenset):
-        return [type(value).__name__, [data_of(one, depth - 1) for one in value]]
+        return [type(value).__name__, [data_of(item, depth - 1) for item in value]]
     named = getattr(value, "__dict__", None)
     if named is None:
         named = {name: getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)}
-    return [type(value).__qualname__, [(name, data_of(one, depth - 1)) for name, one in named.items()]]
+    return [type(value).__qualname__, [(name, data_of(item, depth - 1)) for name, item in named.items()]]
 
 
 def make(module: str, name: str) -> Any:
@@ -190,19 +190,19 @@ def test_every_public_class_is_made_here_or_left_out_for_a_reason() -> None:
         data = {
             name
             for name in public
-            if not issubclass(found := getattr(of_module, name), BaseException | Enum)
-            and not inspect.isabstract(found)
-            and not getattr(found, "_is_protocol", False)
+            if not issubclass(cls := getattr(of_module, name), BaseException | Enum)
+            and not inspect.isabstract(cls)
+            and not getattr(cls, "_is_protocol", False)
         }
         assert data == {*MADE[module], *LEFT_OUT[module]} and not {*MADE[module]} & {*LEFT_OUT[module]}
 
 
 @pytest.mark.parametrize(("module", "name"), EVERY, ids=[f"{module}.{name}" for module, name in EVERY])
 def test_a_copy_is_made_of_the_same_data(module: str, name: str) -> None:
-    one = make(module, name)
-    for other in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
-        assert type(other) is type(one)
-        assert data_of(other) == data_of(one)
+    original = make(module, name)
+    for copied in (pickle.loads(pickle.dumps(original)), copy.deepcopy(original)):
+        assert type(copied) is type(original)
+        assert data_of(copied) == data_of(original)
 
 
 @pytest.mark.parametrize("config", CODECS, ids=lambda config: f"{config.forward_precision} {config.backward_precision}")
@@ -211,26 +211,26 @@ def test_codecs_that_were_pickled_make_the_same_bytes(config: QCommsConfig) -> N
     before = registry(config)
     values = torch.randn(200)
     for after in (pickle.loads(pickle.dumps(before)), copy.deepcopy(before)):
-        for mine, theirs in zip(codecs_of(before), codecs_of(after), strict=True):
-            assert (mine.name, mine.compresses) == (theirs.name, theirs.compresses)
-            data = mine.encode(values)
-            assert torch.equal(data, theirs.encode(values))
-            assert torch.equal(mine.decode(data, 200), theirs.decode(data, 200))
+        for codec, copied_codec in zip(codecs_of(before), codecs_of(after), strict=True):
+            assert (codec.name, codec.compresses) == (copied_codec.name, copied_codec.compresses)
+            data = codec.encode(values)
+            assert torch.equal(data, copied_codec.encode(values))
+            assert torch.equal(codec.decode(data, 200), copied_codec.decode(data, 200))
 
 
-def _reply(things: list[Any], queue: Any) -> None:
-    queue.put([data_of(one) for one in things])
+def _reply(values: list[Any], queue: Any) -> None:
+    queue.put([data_of(value) for value in values])
 
 
 def test_all_of_them_arrive_in_a_spawned_process() -> None:
-    things = [make(module, name) for module, name in EVERY]
+    values = [make(module, name) for module, name in EVERY]
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    process = context.Process(target=_reply, args=(things, queue))
+    process = context.Process(target=_reply, args=(values, queue))
     process.start()
     try:
         arrived = queue.get(timeout=120)
     finally:
         process.join(timeout=60)
-    for (module, name), mine, theirs in zip(EVERY, map(data_of, things), arrived, strict=True):
-        assert mine == theirs, f"{module}.{name}"
+    for (module, name), expected, data in zip(EVERY, map(data_of, values), arrived, strict=True):
+        assert expected == data, f"{module}.{name}"

@@ -150,17 +150,17 @@ def of_a_users_module() -> tuple[Any, ...]:
     plan = EmbeddingModuleShardingPlan({"rows": ParameterSharding("data_parallel", "dense", list(range(world)))})
     dmp = DistributedModelParallel(net, plan=ShardingPlan({"pool": plan}), sharders=[PoolSharder()])
     pool, ids = net.pool, torch.arange(SAMPLES) * (rank + 1) % ROWS
-    found = dmp(ids)
+    output = dmp(ids)
     stages, pool.stages = pool.stages, []
-    same = torch.equal(found, plain(ids))
-    found.sum().backward()
+    same = torch.equal(output, plain(ids))
+    output.sum().backward()
     # of the layer, by DDP; the pool's own are left alone
     averaged = [name for name, param in net.named_parameters() if param.grad is not None]
     pool.write(torch.tensor([3, 4]), torch.tensor([[7.0] * DIM, [8.0] * DIM]))
     written = pool(torch.tensor([4, 3] * 3))[:2, 0].tolist()
     ignored = sorted(sharded_parameter_names(dmp))
-    kept = isinstance(pool, ShardedModule), pool.unsharded_module_type is Pool, pool.qcomm_codecs_registry
-    return same, stages, averaged, written, ignored, kept, pool.prefetch(ids), pool.preprocess_input([1], {"a": 2})
+    interface = isinstance(pool, ShardedModule), pool.unsharded_module_type is Pool, pool.qcomm_codecs_registry
+    return same, stages, averaged, written, ignored, interface, pool.prefetch(ids), pool.preprocess_input([1], {"a": 2})
 
 
 def test_a_module_of_ones_own_is_sharded_and_runs_its_stages() -> None:
@@ -193,8 +193,8 @@ def unwritten() -> tuple[list[str], str]:
 
 def test_what_a_subclass_leaves_out_says_so() -> None:
     """All parameters count as sharded, and a write is refused."""
-    said = "NotImplementedError: Unwritten is not written to: it has no write_dist"
-    assert run_ranks(1, unwritten) == [(["a.rows"], said)]
+    error = "NotImplementedError: Unwritten is not written to: it has no write_dist"
+    assert run_ranks(1, unwritten) == [(["a.rows"], error)]
     with pytest.raises(TypeError, match="abstract"):
         ShardedModule()  # type: ignore[abstract]
 
@@ -216,14 +216,14 @@ def bags_by_stages(mode: str) -> list[bool]:
     contexts = [sharded.create_context() for _ in range(2)]
     batches = [(torch.tensor([1, 5, 7, 2 + step + rank]), torch.tensor([0, 3])) for step in range(2)]
     sizes = [sharded.input_dist(ctx, *batch) for ctx, batch in zip(contexts, batches, strict=True)]
-    arrived = [one.wait().wait() for one in sizes]
+    arrived = [awaitable.wait().wait() for awaitable in sizes]
     outputs: list[Any] = [sharded.compute_and_output_dist(ctx, s) for ctx, s in zip(contexts, arrived, strict=True)]
     close = [torch.allclose(out.wait(), alone(*batch)) for out, batch in zip(outputs, batches, strict=True)]
     bad = sharded.input_dist(sharded.create_context(), torch.tensor([ROWS * (1 + rank) - 1]), torch.tensor([0]))
-    said = error_of(bad.wait)
+    error = error_of(bad.wait)
     names = ShardedEmbeddingBag.extend_shard_name("t") == "weight" == next(iter(sharded.sharded_parameter_names()))
     kinds = isinstance(sharded, ShardedModule) and sharded.unsharded_module_type is nn.EmbeddingBag
-    return [*close, said.startswith("IndexError: rank 1"), names, kinds]
+    return [*close, error.startswith("IndexError: rank 1"), names, kinds]
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -245,11 +245,11 @@ def kinds_of_ours() -> list[bool]:
     plain = of_bags.shard(bags, plan, env)
     processed: Any = FeatureProcessedEmbeddingBagCollection(bags, {"a": PositionWeightedModule(3)})
     around = FeatureProcessedEmbeddingBagCollectionSharder(of_bags).shard(processed, plan, env)
-    found = []
+    checks = []
     for module, before in ((plain, EmbeddingBagCollection), (around, FeatureProcessedEmbeddingBagCollection)):
-        found += [isinstance(module, ShardedModule), module.unsharded_module_type is before]
-        found += [list(module.qcomm_codecs_registry) == list(codecs)]
-    return [*found, plain.extend_shard_name("ta") in dict(plain.named_parameters())]
+        checks += [isinstance(module, ShardedModule), module.unsharded_module_type is before]
+        checks += [list(module.qcomm_codecs_registry) == list(codecs)]
+    return [*checks, plain.extend_shard_name("ta") in dict(plain.named_parameters())]
 
 
 def test_our_modules_say_what_they_were() -> None:
@@ -257,8 +257,8 @@ def test_our_modules_say_what_they_were() -> None:
 
 
 def test_torchrecs_names_are_served() -> None:
-    theirs, *others = (
+    package, *submodules = (
         import_module(f"shardwise.torchrec.distributed{path}") for path in ("", ".model_parallel", ".types")
     )
-    assert all(module.ShardedModule is ShardedModule for module in (theirs, *others))
-    assert others[1].NullShardedModuleContext is NullShardedModuleContext
+    assert all(module.ShardedModule is ShardedModule for module in (package, *submodules))
+    assert submodules[1].NullShardedModuleContext is NullShardedModuleContext

@@ -117,34 +117,34 @@ def test_plans_print_as_torchrec_prints_them() -> None:
 def test_plans_show_their_parts_as_a_dict_and_survive_pickling() -> None:
     mixed = plan(MIXED)
     # printed by torchrec 1.8.0
-    nothing = (
+    defaults = (
         "cache_params=None, enforce_hbm=None, stochastic_rounding=None, bounds_check_mode=None, output_dtype=None, "
         "key_value_params=None"
     )
     product = (
         "ParameterSharding(sharding_type='table_wise', compute_kernel='fused', ranks=[1], sharding_spec="
         "EnumerableShardingSpec(shards=[ShardMetadata(shard_offsets=[0, 0], shard_sizes=[4096, 64], "
-        f"placement=rank:1/cpu)]), {nothing})"
+        f"placement=rank:1/cpu)]), {defaults})"
     )
     user = (
         "ParameterSharding(sharding_type='data_parallel', compute_kernel='dense', ranks=[0, 1], sharding_spec=None, "
-        f"{nothing})"
+        f"{defaults})"
     )
     two = EmbeddingModuleShardingPlan({name: mixed[name] for name in ("product_table", "user")})
     assert repr(two) == f"{{'product_table': {product}, 'user': {user}}}"
     assert repr(ShardingPlan({"": two})) == f"ShardingPlan(plan={{'': {two!r}}})"
-    again = pickle.loads(pickle.dumps(ShardingPlan({"ebc": mixed})))
-    assert again == ShardingPlan({"ebc": mixed})
-    assert again.get_plan_for_module("ebc")["t"].ranks == [0]
-    assert again.get_plan_for_module("elsewhere") is None
+    restored = pickle.loads(pickle.dumps(ShardingPlan({"ebc": mixed})))
+    assert restored == ShardingPlan({"ebc": mixed})
+    assert restored.get_plan_for_module("ebc")["t"].ranks == [0]
+    assert restored.get_plan_for_module("elsewhere") is None
 
 
 def test_what_torchrec_does_not_have_shows_where_it_says_something() -> None:
-    one = construct_module_sharding_plan(
+    sharding = construct_module_sharding_plan(
         EBC, {**MIXED, "t": grid_shard([0], reduction="ordered", row_state="table")}, None, 2, 2, "cpu"
     )["t"]
-    assert repr(one).endswith("key_value_params=None, reduction='ordered', row_state='table')")
-    assert options_of(one) == TableOptions("ordered", "table")
+    assert repr(sharding).endswith("key_value_params=None, reduction='ordered', row_state='table')")
+    assert options_of(sharding) == TableOptions("ordered", "table")
 
 
 def test_a_plan_is_plain_data() -> None:
@@ -215,20 +215,20 @@ def test_a_parameter_sharding_that_means_nothing_is_refused(arguments: Any, mess
 def test_names_of_torchrec_that_we_do_not_serve_can_be_written_and_not_used() -> None:
     assert {kind.value for kind in EmbeddingComputeKernel} >= {"quant", "key_value", "dram_ssd_virtual_table"}
     for kernel in EmbeddingComputeKernel:
-        one = ParameterSharding("table_wise", kernel.value, [0], spec())
+        sharding = ParameterSharding("table_wise", kernel.value, [0], spec())
         if kernel.value in ("fused", "fused_triton"):
-            assert shards_of("t", one, 7, 4, 2) == [Shard("t", 0, (0, 7), (0, 4))]
+            assert shards_of("t", sharding, 7, 4, 2) == [Shard("t", 0, (0, 7), (0, 4))]
         elif kernel.value != "dense":
             with pytest.raises(
                 ValueError, match=f"table 't': compute_kernel '{kernel.value}' is not served: a plan to"
             ):
-                shards_of("t", one, 7, 4, 2)
+                shards_of("t", sharding, 7, 4, 2)
     with pytest.raises(ValueError, match="table 't': compute_kernel 'quant' is not served"):
         shards_of("t", ParameterSharding("data_parallel", "quant"), 7, 4, 2)
 
 
 @pytest.mark.parametrize(
-    ("what", "value", "instead"),
+    ("setting", "value", "instead"),
     [
         ("bounds_check_mode", BoundsCheckMode.WARNING, r"give the collection policy=LookupPolicy\(bounds_check=...\)"),
         ("output_dtype", DataType.FP16, r"give the collection policy=LookupPolicy\(output_dtype=...\)"),
@@ -236,25 +236,25 @@ def test_names_of_torchrec_that_we_do_not_serve_can_be_written_and_not_used() ->
     ],
 )
 def test_a_setting_that_a_plan_does_not_make_is_refused_where_shards_are_made(
-    what: str, value: object, instead: str
+    setting: str, value: object, instead: str
 ) -> None:
-    one = ParameterSharding("table_wise", "fused", [0], spec())
-    setattr(one, what, value)
-    with pytest.raises(ValueError, match=f"table 't': a plan does not set {what} .*{instead}"):
-        shards_of("t", one, 7, 4, 2)
+    sharding = ParameterSharding("table_wise", "fused", [0], spec())
+    setattr(sharding, setting, value)
+    with pytest.raises(ValueError, match=f"table 't': a plan does not set {setting} .*{instead}"):
+        shards_of("t", sharding, 7, 4, 2)
 
 
 def test_settings_of_storage_are_said_to_have_no_effect() -> None:
-    one = ParameterSharding("table_wise", "fused", [0], spec(), CacheParams(load_factor=0.1))
+    sharding = ParameterSharding("table_wise", "fused", [0], spec(), CacheParams(load_factor=0.1))
     with pytest.warns(UserWarning, match=r"the plan's cache_params \(table 't'\) has no effect: rows are kept in"):
-        shards_of("t", one, 7, 4, 2)
+        shards_of("t", sharding, 7, 4, 2)
     with pytest.warns(UserWarning, match="key_value_params"):
-        shards_of("t", replace(one, cache_params=None, key_value_params=object()), 7, 4, 2)
+        shards_of("t", replace(sharding, cache_params=None, key_value_params=object()), 7, 4, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # what they ask for is so
-        one = replace(one, cache_params=None, enforce_hbm=True, stochastic_rounding=True)
-        assert len(shards_of("t", one, 7, 4, 2)) == 1
+        sharding = replace(sharding, cache_params=None, enforce_hbm=True, stochastic_rounding=True)
+        assert len(shards_of("t", sharding, 7, 4, 2)) == 1
     assert hash(CacheParams(load_factor=0.1, stats={})) == hash(CacheParams(load_factor=0.1))
 
 
@@ -263,8 +263,8 @@ def test_a_plan_of_hundreds_of_ranks_is_made_at_once() -> None:
     ebc = EmbeddingBagCollection([EmbeddingBagConfig(10**6, 64, name) for name in names], device="meta")
 
     def make() -> list[Shard]:
-        made = construct_module_sharding_plan(ebc, apply_to_all(ebc, row_wise()), None, 8, 512, "cuda")
-        return [shard for name in names for shard in shards_of(name, made[name], 10**6, 64, 512)]
+        module_plan = construct_module_sharding_plan(ebc, apply_to_all(ebc, row_wise()), None, 8, 512, "cuda")
+        return [shard for name in names for shard in shards_of(name, module_plan[name], 10**6, 64, 512)]
 
     shards, lines = lines_run(make)
     assert len(shards) == 26 * 512
@@ -290,8 +290,8 @@ def test_only_collections_have_plans() -> None:
     with pytest.raises(TypeError, match="Linear holds no tables"):
         construct_module_sharding_plan(nn.Linear(2, 2), {}, world_size=1)
     ec = EmbeddingCollection([EmbeddingConfig(5, 4, "u")], device="meta")
-    found = construct_module_sharding_plan(ec, {"u": table_wise(0, "cpu", "batched_fused")}, world_size=1)
-    assert found["u"].compute_kernel == "fused"
+    module_plan = construct_module_sharding_plan(ec, {"u": table_wise(0, "cpu", "batched_fused")}, world_size=1)
+    assert module_plan["u"].compute_kernel == "fused"
 
 
 def test_a_parameter_sharding_becomes_shards() -> None:
@@ -329,10 +329,10 @@ def test_a_plan_without_a_process_group_needs_a_world_size() -> None:
 
 def test_ranks_that_contradict_the_cut_are_refused() -> None:
     ebc = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t")])
-    one = construct_module_sharding_plan(ebc, {"t": table_wise(0)}, world_size=2)["t"]
-    one.ranks = [1]
+    sharding = construct_module_sharding_plan(ebc, {"t": table_wise(0)}, world_size=2)["t"]
+    sharding.ranks = [1]
     with pytest.raises(ValueError, match=r"table 't': the plan says ranks \[1\], its shards are on \[0\]"):
-        shards_of("t", one, 9, 4, 2)
+        shards_of("t", sharding, 9, 4, 2)
 
 
 GENERATORS: dict[str, Any] = {
@@ -355,20 +355,20 @@ def tables() -> EmbeddingBagCollection:
 
 
 def every_strategy() -> ShardingPlan:
-    made = construct_module_sharding_plan(tables(), GENERATORS, local_size=2, world_size=4, device_type="cpu")
-    return ShardingPlan({"": made})
+    module_plan = construct_module_sharding_plan(tables(), GENERATORS, local_size=2, world_size=4, device_type="cpu")
+    return ShardingPlan({"": module_plan})
 
 
 def test_every_strategy_comes_back_as_it_was(tmp_path: Path) -> None:
     plan = every_strategy()
-    one = plan.plan[""]["whole"]
-    one.enforce_hbm, one.stochastic_rounding = True, True
-    one.output_dtype, one.bounds_check_mode = DataType.FP16, BoundsCheckMode.WARNING
+    sharding = plan.plan[""]["whole"]
+    sharding.enforce_hbm, sharding.stochastic_rounding = True, True
+    sharding.output_dtype, sharding.bounds_check_mode = DataType.FP16, BoundsCheckMode.WARNING
     plan.save(tmp_path / "plan.json", world_size=4, local_world_size=2)
-    found = ShardingPlan.load(tmp_path / "plan.json")
-    assert found == plan and str(found) == str(plan)
-    assert (found.world_size, found.local_world_size) == (4, 2)
-    found.save(tmp_path / "again.json")
+    loaded = ShardingPlan.load(tmp_path / "plan.json")
+    assert loaded == plan and str(loaded) == str(plan)
+    assert (loaded.world_size, loaded.local_world_size) == (4, 2)
+    loaded.save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == (tmp_path / "plan.json").read_text()
 
 
@@ -450,9 +450,9 @@ def test_what_shardwise_plan_writes_loads(tmp_path: Path) -> None:
     plan = ShardingPlan.load(tmp_path / "plan.json")
     assert plan.world_size == 4 and set(plan.plan["ebc"]) == {table.name for table in tables}
     for table, choice, starts in planned.placed():
-        one = plan.plan["ebc"][table.name]
+        sharding = plan.plan["ebc"][table.name]
         shards = planned.shards(table, choice, starts)
-        assert (one.sharding_type, one.ranks) == (choice.sharding_type, [shard.rank for shard in shards])
+        assert (sharding.sharding_type, sharding.ranks) == (choice.sharding_type, [shard.rank for shard in shards])
 
 
 def test_shardwise_plan_reads_what_training_saved(tmp_path: Path) -> None:
@@ -460,11 +460,11 @@ def test_shardwise_plan_reads_what_training_saved(tmp_path: Path) -> None:
     planner = EmbeddingShardingPlanner(Topology(2, "cpu"), batch_size=64)
     plan = planner.plan(model, get_default_sharders())
     plan.save(tmp_path / "plan.json")
-    found = ShardingPlan.load(tmp_path / "plan.json")
-    assert found == plan and str(found) == str(plan) and "slowest rank" in str(found)
+    loaded = ShardingPlan.load(tmp_path / "plan.json")
+    assert loaded == plan and str(loaded) == str(plan) and "slowest rank" in str(loaded)
     assert planner.last_plan is not None
-    again = load_planned(tmp_path / "plan.json")
-    for (_, choice, starts), (_, wanted, where) in zip(again.placed(), planner.last_plan.placed(), strict=True):
+    planned = load_planned(tmp_path / "plan.json")
+    for (_, choice, starts), (_, wanted, where) in zip(planned.placed(), planner.last_plan.placed(), strict=True):
         assert (choice.sharding_type, choice.widths, starts) == (wanted.sharding_type, wanted.widths, where)
 
 

@@ -94,11 +94,11 @@ def model_of_every_type() -> tuple[TableSpec, ...]:
     """A table for each sharding type in each kind of collection."""
     return tuple(
         TableSpec(
-            f"{kind}_{one}", kind, 37, 8, (f"{kind}_{one}",),
-            constraint=ParameterConstraints(sharding_types=[one], min_partition=4),
+            f"{kind}_{sharding_type}", kind, 37, 8, (f"{kind}_{sharding_type}",),
+            constraint=ParameterConstraints(sharding_types=[sharding_type], min_partition=4),
         )
         for kind in KINDS
-        for one in TYPES
+        for sharding_type in TYPES
     )  # fmt: skip
 
 
@@ -110,12 +110,12 @@ class Net(nn.Module):
         torch.manual_seed(5)
         self.parts = nn.ModuleDict()
         for kind in KINDS:
-            mine = [one for one in tables if one.kind == kind]
-            if not mine:
+            of_kind = [table for table in tables if table.kind == kind]
+            if not of_kind:
                 continue
             if kind == "sequence":
                 self.parts[kind] = EmbeddingCollection(
-                    [EmbeddingConfig(t.rows, t.dim, t.name, feature_names=list(t.features)) for t in mine]
+                    [EmbeddingConfig(t.rows, t.dim, t.name, feature_names=list(t.features)) for t in of_kind]
                 )
             else:
                 configs = [
@@ -123,36 +123,36 @@ class Net(nn.Module):
                         t.rows, t.dim, t.name, feature_names=list(t.features),
                         pooling=PoolingType.MEAN if t.mean else PoolingType.SUM,
                     )
-                    for t in mine
+                    for t in of_kind
                 ]  # fmt: skip
                 self.parts[kind] = EmbeddingBagCollection(configs, is_weighted=kind == "weighted")
         params = {name.split(".")[-2]: param for name, param in self.named_parameters()}
-        for one in tables:
-            if one.optimizer is not None:
-                apply_optimizer_in_backward(one.optimizer, [params[one.name]], {"lr": 0.1})
+        for table in tables:
+            if table.optimizer is not None:
+                apply_optimizer_in_backward(table.optimizer, [params[table.name]], {"lr": 0.1})
         # dense layers are not what is compared here: this one only has to be there
         self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
 
     def forward(self, batches: dict[str, KeyedJaggedTensor]) -> Tensor:
         """[B, columns]."""
-        found = []
+        outputs = []
         for kind, part in self.parts.items():
             output = part(batches[kind])
             if kind == "sequence":
-                found += [jagged.to_padded_dense(4).flatten(1) for jagged in output.values()]
+                outputs += [jagged.to_padded_dense(4).flatten(1) for jagged in output.values()]
             else:
-                found.append(output.values())
-        return torch.cat(found, dim=1) * self.scale
+                outputs.append(output.values())
+        return torch.cat(outputs, dim=1) * self.scale
 
 
 def batches_of(tables: Sequence[TableSpec], begin: int = 0, end: int = BATCH) -> dict[str, KeyedJaggedTensor]:
     """Samples [begin, end) of the batch, by kind of collection."""
-    found = {}
+    batches = {}
     for seed, kind in enumerate(KINDS):
         rows = {feature: t.rows for t in tables if t.kind == kind for feature in t.features}
         if rows:
-            found[kind] = random_kjt(rows, BATCH, seed=seed, weighted=kind == "weighted", of=range(begin, end))
-    return found
+            batches[kind] = random_kjt(rows, BATCH, seed=seed, weighted=kind == "weighted", of=range(begin, end))
+    return batches
 
 
 def two_steps(model: nn.Module, batches: dict[str, KeyedJaggedTensor]) -> list[Tensor]:
@@ -175,7 +175,7 @@ def alone(tables: tuple[TableSpec, ...]) -> list[Tensor]:
 
 
 def constraints_of(tables: Sequence[TableSpec]) -> dict[str, ParameterConstraints]:
-    return {one.name: one.constraint for one in tables if one.constraint is not None}
+    return {table.name: table.constraint for table in tables if table.constraint is not None}
 
 
 Job = tuple[tuple[TableSpec, ...], str | None]
@@ -185,39 +185,39 @@ def planned(jobs: Sequence[Job]) -> list[tuple[str, list[Tensor]] | None]:
     """One rank's plan and outputs for each model under each cost, or as DMP plans it; None where there is no plan."""
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL[world])
-    each, found = BATCH // world, []
+    per_rank, results = BATCH // world, []
     for tables, cost in jobs:
         model, plan = Net(tables), None
         if cost is not None:
-            planner = EmbeddingShardingPlanner(batch_size=each, constraints=constraints_of(tables), cost=cost)
+            planner = EmbeddingShardingPlanner(batch_size=per_rank, constraints=constraints_of(tables), cost=cost)
             try:
                 plan = planner.collective_plan(model)
             except PlannerError as error:
                 assert error.error_type is PlannerErrorType.STRICT_CONSTRAINTS, error
-                found.append(None)
+                results.append(None)
                 continue
         with warnings.catch_warnings():
             # tables without an optimizer, which this test has on purpose
             warnings.filterwarnings("ignore", message=".* have no optimizer")
             dmp = DistributedModelParallel(model, plan=plan)
         text = f"{dmp.plan._serialize()}\n{dmp.plan.explanation}"
-        found.append((text, two_steps(dmp, batches_of(tables, rank * each, (rank + 1) * each))))
-    return found
+        results.append((text, two_steps(dmp, batches_of(tables, rank * per_rank, (rank + 1) * per_rank))))
+    return results
 
 
 def expect_as_alone(world: int, jobs: Sequence[Job]) -> list[str]:
     """Check all jobs over so many ranks; the plans that there were."""
     ranks, plans = run_ranks(world, planned, jobs), []
     for n, (tables, cost) in enumerate(jobs):
-        told = [one for rank in ranks if (one := rank[n]) is not None]
-        if not told:
+        results = [result for rank in ranks if (result := rank[n]) is not None]
+        if not results:
             continue
-        plans.append(told[0][0])
-        assert len(told) == world and len({text for text, _ in told}) == 1, f"{tables} {cost}: ranks differ"
+        plans.append(results[0][0])
+        assert len(results) == world and len({text for text, _ in results}) == 1, f"{tables} {cost}: ranks differ"
         for step, wanted in enumerate(alone(tables)):
-            found = torch.cat([outputs[step] for _, outputs in told])
-            worst = float((found - wanted).abs().max()) / max(1.0, float(wanted.abs().max()))
-            assert worst <= TOLERANCE, f"{tables}\n{told[0][0]}"
+            output = torch.cat([outputs[step] for _, outputs in results])
+            worst = float((output - wanted).abs().max()) / max(1.0, float(wanted.abs().max()))
+            assert worst <= TOLERANCE, f"{tables}\n{results[0][0]}"
     return plans
 
 
@@ -225,18 +225,18 @@ def expect_as_alone(world: int, jobs: Sequence[Job]) -> list[str]:
 def test_every_plan_is_accepted_and_trains_as_one_process(world: int) -> None:
     """By our planner under each cost; and a model without a plan gets the planner's."""
     jobs: list[Job] = [(random_model(seed), cost) for seed in range(15) for cost in COSTS]
-    *found, own = expect_as_alone(world, [*jobs, (random_model(3), None)])
-    assert len(found) >= len(jobs) // 2
-    assert "slowest rank" in own
+    *plans, default_plan = expect_as_alone(world, [*jobs, (random_model(3), None)])
+    assert len(plans) >= len(jobs) // 2
+    assert "slowest rank" in default_plan
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_tables_go_by_the_sharding_type_that_is_asked_for(world: int) -> None:
     # TorchRec's formulas are for fewer types
-    (found,) = expect_as_alone(world, [(model_of_every_type(), "shardwise")])
+    (plan_text,) = expect_as_alone(world, [(model_of_every_type(), "shardwise")])
     for kind in KINDS:
-        for one in TYPES:
-            assert f"'{kind}_{one}': {{'sharding_type': '{one}'" in found
+        for sharding_type in TYPES:
+            assert f"'{kind}_{sharding_type}': {{'sharding_type': '{sharding_type}'" in plan_text
 
 
 class Broken(nn.Module):
@@ -249,7 +249,7 @@ class Broken(nn.Module):
 
 def failures() -> list[tuple[str, str, str]]:
     """What a rank raises where rank 0 cannot plan, and where its planner breaks."""
-    world, found = dist.get_world_size(), []
+    world, errors = dist.get_world_size(), []
     # other ranks have room: theirs is not asked
     small = Topology(world, "cpu", ddr_cap=(2**20 if dist.get_rank() == 0 else 2**40))
     breaks = Breaks(TypeError("a bug") if dist.get_rank() == 0 else None)
@@ -262,11 +262,11 @@ def failures() -> list[tuple[str, str, str]]:
         with pytest.raises(Exception) as raised:
             planner.collective_plan(Broken(), get_default_sharders(), dist.group.WORLD)
         kind = getattr(raised.value, "error_type", None)
-        found.append((type(raised.value).__name__, str(raised.value), str(kind)))
+        errors.append((type(raised.value).__name__, str(raised.value), str(kind)))
     # nobody is left waiting: the group goes on
     plan = EmbeddingShardingPlanner(Topology(world, "cpu")).collective_plan(Broken())
     assert "wide" in plan.plan["ebc"]
-    return found
+    return errors
 
 
 class Odd(Exception):

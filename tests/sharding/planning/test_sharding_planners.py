@@ -56,7 +56,7 @@ CPUS = Topology(4, "cpu", local_world_size=2)
 
 
 def bags(count: int = 4, prefix: str = "t", *, optimizer: Any = torch.optim.SGD, **more: Any) -> EmbeddingBagCollection:
-    made = EmbeddingBagCollection(
+    collection = EmbeddingBagCollection(
         [
             EmbeddingBagConfig(2000 * (n + 1), 64, f"{prefix}{n}", feature_names=[f"{prefix}{n}_{k}" for k in (0, 1)])
             for n in range(count)
@@ -64,8 +64,8 @@ def bags(count: int = 4, prefix: str = "t", *, optimizer: Any = torch.optim.SGD,
         device="meta", **more,
     )  # fmt: skip
     if optimizer is not None:
-        apply_optimizer_in_backward(optimizer, made.parameters(), {"lr": 0.1})
-    return made
+        apply_optimizer_in_backward(optimizer, collection.parameters(), {"lr": 0.1})
+    return collection
 
 
 def plan(model: nn.Module, **more: Any) -> ShardingPlan:
@@ -86,28 +86,28 @@ def test_tables_are_read_as_they_are_sharded() -> None:
         EmbeddingBagCollection([EmbeddingBagConfig(7, 4, "w", feature_names=["w"])], is_weighted=True),
         PositionWeightedModuleCollection({"w": 3}),
     )
-    found = tables_of_model(model, get_default_sharders(), "cpu")
-    assert not found.replicated
-    read = {t.path: (t.pooled, t.weighted, t.optimizer, t.data_type.value, len(t.features)) for t in found.tables}
+    tables = tables_of_model(model, get_default_sharders(), "cpu")
+    assert not tables.replicated
+    read = {t.path: (t.pooled, t.weighted, t.optimizer, t.data_type.value, len(t.features)) for t in tables.tables}
     assert read == {
         "bags.b0": (True, True, "RowWiseAdagrad", "FP32", 2), "bags.b1": (True, True, "RowWiseAdagrad", "FP32", 2),
         "plain.p0": (True, False, "SGD", "FP32", 2), "rows.r": (False, False, None, "FP16", 1),
         "fused.f": (True, False, "Adam", "FP32", 1), "processed.w": (True, True, "SGD", "FP32", 1),
     }  # fmt: skip
-    assert [t.num_embeddings for t in found.tables] == [2000, 4000, 2000, 9, 5, 7]
-    assert [found.parameters[t.path].shape[1] for t in found.tables] == [64, 64, 64, 8, 4, 4]
+    assert [t.num_embeddings for t in tables.tables] == [2000, 4000, 2000, 9, 5, 7]
+    assert [tables.parameters[t.path].shape[1] for t in tables.tables] == [64, 64, 64, 8, 4, 4]
 
 
 def test_a_table_is_replicated_only_where_it_trains_as_it_would_otherwise() -> None:
     """Replicas without an optimizer leave their gradient to the dense layers' one; a planner must not decide that."""
     sharders = [EmbeddingBagCollectionSharder({"optimizer": "ADAM"})]
-    for optimizer, asked, may in ((None, [], False), (None, ["t0"], True), (torch.optim.SGD, [], True)):
-        (table,) = tables_of_model(bags(1, optimizer=optimizer), sharders, "cpu", asked).tables
+    for optimizer, constraints, may in ((None, [], False), (None, ["t0"], True), (torch.optim.SGD, [], True)):
+        (table,) = tables_of_model(bags(1, optimizer=optimizer), sharders, "cpu", constraints).tables
         assert ("data_parallel" in dict(table.ways)) is may
     tiny = EmbeddingBagCollection([EmbeddingBagConfig(2, 4, "t0", feature_names=["f"])])
-    asked = {"t0": ParameterConstraints(sharding_types=["data_parallel"])}
+    constraints = {"t0": ParameterConstraints(sharding_types=["data_parallel"])}
     assert plan(tiny).plan[""]["t0"].sharding_type != "data_parallel"
-    assert plan(tiny, constraints=asked).plan[""]["t0"].sharding_type == "data_parallel"
+    assert plan(tiny, constraints=constraints).plan[""]["t0"].sharding_type == "data_parallel"
 
 
 def test_a_plan_says_how_good_it_is_and_is_the_same_twice() -> None:
@@ -120,13 +120,13 @@ def test_a_plan_says_how_good_it_is_and_is_the_same_twice() -> None:
     text = str(first)
     assert text.startswith("module: ebc\n\nparam | sharding type") and "slowest rank" in text
     assert "512 is the default" in text and "15% of the memory of a rank" in text
-    again = EmbeddingShardingPlanner(CPUS, constraints={"t1": ParameterConstraints(pooling_factors=[9.0, 1.0])})
-    assert again.plan(model, get_default_sharders()) == first
+    second = EmbeddingShardingPlanner(CPUS, constraints={"t1": ParameterConstraints(pooling_factors=[9.0, 1.0])})
+    assert second.plan(model, get_default_sharders()) == first
     assert "default" not in str(plan(model, batch_size=64).explanation)
 
 
 def test_constraints_pass_into_the_plan() -> None:
-    said = {
+    constraints = {
         "t0": ParameterConstraints(
             sharding_types=["row_wise"], cache_params=CacheParams(load_factor=0.5), enforce_hbm=True,
             stochastic_rounding=True, key_value_params={"any": 1},
@@ -134,19 +134,19 @@ def test_constraints_pass_into_the_plan() -> None:
         "t1": ParameterConstraints(same_rank="pair"), "t2": ParameterConstraints(same_rank="pair", not_on=[0, 1]),
         "t3": ParameterConstraints(device_group="cuda"),
     }  # fmt: skip
-    with pytest.warns(UserWarning) as told:
-        found = plan(bags(), constraints=said).plan[""]
-    assert [str(one.message).partition(":")[0] for one in told] == [
+    with pytest.warns(UserWarning) as caught:
+        module_plan = plan(bags(), constraints=constraints).plan[""]
+    assert [str(warning.message).partition(":")[0] for warning in caught] == [
         "the constraint cache_params of tables 't0' has no effect",
         "the constraint key_value_params of tables 't0' has no effect",
         "the constraint device_group of tables 't3' leaves them out",
     ]
-    one = found["t0"]
-    assert (one.sharding_type, one.ranks) == ("row_wise", [0, 1, 2, 3])
-    assert one.cache_params is said["t0"].cache_params and one.key_value_params == {"any": 1}
-    assert (one.enforce_hbm, one.stochastic_rounding, one.output_dtype) == (True, True, None)
-    assert found["t1"].ranks == found["t2"].ranks and set(found["t1"].ranks or ()) <= {2, 3}
-    assert "t3" not in found
+    sharding = module_plan["t0"]
+    assert (sharding.sharding_type, sharding.ranks) == ("row_wise", [0, 1, 2, 3])
+    assert sharding.cache_params is constraints["t0"].cache_params and sharding.key_value_params == {"any": 1}
+    assert (sharding.enforce_hbm, sharding.stochastic_rounding, sharding.output_dtype) == (True, True, None)
+    assert module_plan["t1"].ranks == module_plan["t2"].ranks and set(module_plan["t1"].ranks or ()) <= {2, 3}
+    assert "t3" not in module_plan
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_constraints_that_cannot_be_met_are_named(constraints: dict[str, Paramet
 
 def test_a_constraint_for_a_table_of_another_model_is_told_and_changes_nothing() -> None:
     with pytest.warns(UserWarning, match="does not have: 't9': did you mean"):
-        found = plan(bags(), constraints={"t9": ParameterConstraints(sharding_types=["row_wise"])})
-    assert found == plan(bags())
+        sharding_plan = plan(bags(), constraints={"t9": ParameterConstraints(sharding_types=["row_wise"])})
+    assert sharding_plan == plan(bags())
 
 
 def test_a_model_without_tables_has_an_empty_plan() -> None:
@@ -178,24 +178,24 @@ def test_torchrecs_parts_run_torchrecs_search() -> None:
     model, calls = bags(), []
 
     class Counts(Stats):
-        def log(self, **told: Any) -> None:  # type: ignore[override]
-            calls.append(told)
+        def log(self, **statistics: Any) -> None:  # type: ignore[override]
+            calls.append(statistics)
 
     planner = EmbeddingShardingPlanner(
         CPUS, 64, proposer=GreedyProposer(), partitioner=GreedyPerfPartitioner(), stats=Counts(),
         performance_model=NoopPerfModel(CPUS), storage_reservation=FixedPercentageStorageReservation(0.1),
         timeout_seconds=60,
     )  # fmt: skip
-    found = planner.plan(model, get_default_sharders())
-    assert set(found.plan[""]) == {"t0", "t1", "t2", "t3"} and planner.last_plan is None
-    (told,) = calls
-    assert told["num_proposals"] >= told["num_plans"] >= 1 and len(told["best_plan"]) == 4
-    assert told["sharding_plan"] is found and told["debug_stats"].timeout_seconds == 60
+    sharding_plan = planner.plan(model, get_default_sharders())
+    assert set(sharding_plan.plan[""]) == {"t0", "t1", "t2", "t3"} and planner.last_plan is None
+    (statistics,) = calls
+    assert statistics["num_proposals"] >= statistics["num_plans"] >= 1 and len(statistics["best_plan"]) == 4
+    assert statistics["sharding_plan"] is sharding_plan and statistics["debug_stats"].timeout_seconds == 60
     # the best of its proposals, so never better than our search over the same options
-    rating = NoopPerfModel(CPUS).rate(told["best_plan"])
-    ours = EmbeddingShardingPlanner(CPUS, 64, EmbeddingEnumerator(CPUS, 64), FixedPercentageStorageReservation(0.1))
-    assert "by its estimates" in str(ours.plan(model, get_default_sharders()))
-    assert NoopPerfModel(CPUS).rate(ours._best_plan or []) <= rating * (1 + 1e-9)
+    rating = NoopPerfModel(CPUS).rate(statistics["best_plan"])
+    second = EmbeddingShardingPlanner(CPUS, 64, EmbeddingEnumerator(CPUS, 64), FixedPercentageStorageReservation(0.1))
+    assert "by its estimates" in str(second.plan(model, get_default_sharders()))
+    assert NoopPerfModel(CPUS).rate(second._best_plan or []) <= rating * (1 + 1e-9)
 
 
 def test_torchrecs_search_says_why_there_is_no_plan() -> None:
@@ -220,8 +220,8 @@ def test_a_callback_changes_the_plan() -> None:
         return options
 
     whole = {f"t{n}": ParameterConstraints(sharding_types=["table_wise"]) for n in range(4)}
-    found = plan(bags(), constraints=whole, callbacks=[to_the_last_rank])
-    assert {tuple(one.ranks or ()) for one in found.plan[""].values()} == {(3,)} and found.explanation is None
+    moved = plan(bags(), constraints=whole, callbacks=[to_the_last_rank])
+    assert {tuple(entry.ranks or ()) for entry in moved.plan[""].values()} == {(3,)} and moved.explanation is None
 
     def beyond(options: list[ShardingOption]) -> list[ShardingOption]:
         options[0].shards[0].rank = 4
@@ -292,9 +292,9 @@ def test_without_anybody_to_say_how_many_ranks_there_is_no_topology(monkeypatch:
 def test_the_topology_of_these_processes_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    here = topology_here("cpu")
-    assert (here.world_size, here.local_world_size, here.compute_device) == (8, 4, "cpu")
-    assert here.ddr == [host_bytes() // 4] * 8 and here.hbm == [0] * 8
+    topology = topology_here("cpu")
+    assert (topology.world_size, topology.local_world_size, topology.compute_device) == (8, 4, "cpu")
+    assert topology.ddr == [host_bytes() // 4] * 8 and topology.hbm == [0] * 8
     assert 2**28 < host_bytes() < 2**50
 
 
@@ -342,24 +342,24 @@ plan = planner.plan(ebc, [EmbeddingBagCollectionSharder()])
 print(sorted(one.ranks[0] for one in plan.plan[""].values()), plan.plan[""]["t0"].sharding_spec.shards[0].placement)
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["[0,", "0,", "1,", "1]", "rank:0/cuda:0"]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() == ["[0,", "0,", "1,", "1]", "rank:0/cuda:0"]
 
 
 def differing() -> str:
     """Rank 0 brings a plan, rank 1 none."""
     model = bags()
-    given = ShardingPlan({"": EmbeddingShardingPlanner(CPUS).plan(model, get_default_sharders()).plan[""]})
+    sharding_plan = ShardingPlan({"": EmbeddingShardingPlanner(CPUS).plan(model, get_default_sharders()).plan[""]})
     with pytest.raises(RuntimeError) as raised:
-        DistributedModelParallel(model, plan=given if int(os.environ["RANK"]) == 0 else None)
+        DistributedModelParallel(model, plan=sharding_plan if int(os.environ["RANK"]) == 0 else None)
     return str(raised.value)
 
 
 @pytest.mark.ranks
 def test_ranks_that_differ_in_having_a_plan_are_told() -> None:
-    for said in run_ranks(2, differing):
-        assert "plan: rank 0 has given, rank 1 has none" in said
+    for error in run_ranks(2, differing):
+        assert "plan: rank 0 has given, rank 1 has none" in error
 
 
 def test_estimators_are_what_an_enumerator_prices_with() -> None:
@@ -375,8 +375,8 @@ def test_estimators_are_what_an_enumerator_prices_with() -> None:
 
     whole = {f"t{n}": ParameterConstraints(sharding_types=["table_wise"]) for n in range(4)}
     enumerator = EmbeddingEnumerator(CPUS, 64, whole, [Slow(CPUS), EmbeddingStorageEstimator(CPUS)])
-    found = plan(bags(), enumerator=enumerator, constraints=whole).plan[""]
-    assert [name for name, one in found.items() if one.ranks == found["t0"].ranks] == ["t0"]
+    module_plan = plan(bags(), enumerator=enumerator, constraints=whole).plan[""]
+    assert [name for name, sharding in module_plan.items() if sharding.ranks == module_plan["t0"].ranks] == ["t0"]
     with pytest.warns(UserWarning, match="no optimizer"):
         alone = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t", feature_names=["f"])])
         DistributedModelParallel(alone, ShardingEnv.from_local(1, 0))

@@ -122,7 +122,7 @@ def batch(kind: str = "pooled", samples: int = 6) -> KeyedJaggedTensor:
 
 
 def plan_of(model: nn.Module, cuts: tuple[Any, Any, Any]) -> ShardingPlan:
-    sharder = next(one for one in DEFAULT_SHARDERS if one.module_type is type(model))
+    sharder = next(candidate for candidate in DEFAULT_SHARDERS if candidate.module_type is type(model))
     generators = dict(zip(ROWS, cuts, strict=True))
     return ShardingPlan({"": construct_module_sharding_plan(model, generators, sharder, LOCAL, WORLD, "cpu")})
 
@@ -138,11 +138,11 @@ def tensors(output: Any) -> list[torch.Tensor]:
     return [part for part in parts if part is not None]
 
 
-def same_bits(found: Any, wanted: Any) -> bool:
-    names = [list(one) if isinstance(one, dict) else (one.keys(), one.length_per_key()) for one in (found, wanted)]
+def same_bits(actual: Any, expected: Any) -> bool:
+    names = [list(out) if isinstance(out, dict) else (out.keys(), out.length_per_key()) for out in (actual, expected)]
     return names[0] == names[1] and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        for a, b in zip(tensors(found), tensors(wanted), strict=True)
+        for a, b in zip(tensors(actual), tensors(expected), strict=True)
     )
 
 
@@ -166,8 +166,8 @@ def test_stages_that_are_called_one_by_one_give_the_bits_of_a_forward(cuts: str,
     assert isinstance(cut, ShardedModule) and cut.unsharded_module_type is type(model)
     contexts = [cut.create_context() for _ in kjts]
     arrived = [cut.input_dist(ctx, kjt) for ctx, kjt in zip(contexts, kjts, strict=True)]
-    found = [cut.compute(ctx, of_batch) for ctx, of_batch in zip(contexts, arrived, strict=True)]
-    for ctx, of_batch, kjt in zip(contexts, found, kjts, strict=True):
+    computed = [cut.compute(ctx, of_batch) for ctx, of_batch in zip(contexts, arrived, strict=True)]
+    for ctx, of_batch, kjt in zip(contexts, computed, kjts, strict=True):
         assert same_bits(cut.output_dist(ctx, of_batch), model(kjt))
         assert same_bits(cut.compute_and_output_dist(ctx, cut.input_dist(ctx, kjt)), model(kjt))
 
@@ -226,8 +226,8 @@ def test_batches_of_other_shapes(kind: str) -> None:
     weights = torch.empty(0) if kjt.weights_or_none() is not None else None
     empty = kjt_of(dict.fromkeys(LEAST, [[], []]), weights=weights, dtype=torch.int32)
     small = KeyedJaggedTensor(kjt.keys(), kjt.values().int(), kjt.weights_or_none(), lengths=kjt.lengths().int())
-    for one in (empty, small):
-        assert same_bits(cut(one), model(one))
+    for features in (empty, small):
+        assert same_bits(cut(features), model(features))
 
 
 @pytest.mark.parametrize("kind", ["pooled", "sequence"])
@@ -261,8 +261,8 @@ class Net(nn.Module):
 def test_collections_inside_a_model_are_replaced_in_place() -> None:
     model = quantize_inference_model(Net())
     wanted = model(batch())
-    found, plan = shard_quant_model(model, 2, "cpu", "cpu")
-    assert found is model and sorted(plan.plan) == ["sparse.bags", "sparse.rows"]
+    replaced, plan = shard_quant_model(model, 2, "cpu", "cpu")
+    assert replaced is model and sorted(plan.plan) == ["sparse.bags", "sparse.rows"]
     assert model.again is model.sparse["bags"]  # type: ignore[index]
     assert type(model.again).__name__ == "ShardedQuantEmbeddingBagCollection"
     assert torch.equal(model(batch()), wanted)
@@ -301,8 +301,8 @@ def test_rows_alone_do_not_fill_a_pruned_table_on_meta() -> None:
 @pytest.mark.parametrize("cuts", ["mix", "row_wise"])
 def test_a_state_dict_does_not_know_the_plan(cuts: str, kind: str) -> None:
     model, other = quantized(kind), sharded(quantized(kind), PLANS[cuts])
-    wanted, found = model.state_dict(), other.state_dict()
-    assert list(found) == list(wanted) and same_tensors(found, wanted)
+    wanted, sharded_state = model.state_dict(), other.state_dict()
+    assert list(sharded_state) == list(wanted) and same_tensors(sharded_state, wanted)
     ones = {name: value * 0 + 1 for name, value in wanted.items()}
     other.load_state_dict(ones)
     assert same_tensors(other.state_dict(), ones)
@@ -345,11 +345,11 @@ def test_the_spec_of_buffers_says_what_to_copy_where() -> None:
 def test_a_model_can_be_moved_and_emptied() -> None:
     model = sharded(quantized("sequence"), PLANS["mix"])
     wanted, state = model(batch()), copy.deepcopy(model.state_dict())
-    gone = copy_to_device(model, CPU, torch.device("meta"))
-    assert all(buffer.is_meta for buffer in gone.buffers()) and same_bits(model(batch()), wanted)
-    gone.to_empty(device="cpu")
-    gone.load_state_dict(state)
-    assert same_bits(gone(batch()), wanted)
+    emptied = copy_to_device(model, CPU, torch.device("meta"))
+    assert all(buffer.is_meta for buffer in emptied.buffers()) and same_bits(model(batch()), wanted)
+    emptied.to_empty(device="cpu")
+    emptied.load_state_dict(state)
+    assert same_bits(emptied(batch()), wanted)
     assert same_bits(model.to("cpu")(batch()), wanted)
 
 
@@ -380,8 +380,8 @@ class OfTensors(nn.Module):
         self.collection = collection
 
     def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.collection(KeyedJaggedTensor(list(LEAST), ids, lengths=lengths)).values()
-        return found
+        values: torch.Tensor = self.collection(KeyedJaggedTensor(list(LEAST), ids, lengths=lengths)).values()
+        return values
 
 
 @pytest.mark.parametrize("cuts", ["table_wise", "grid"])
@@ -391,8 +391,8 @@ def test_a_sharded_model_is_exported_for_any_number_of_ids(cuts: str) -> None:
     with torch.no_grad():
         program = torch.export.export(whole, (kjt.values(), kjt.lengths()), dynamic_shapes=shapes, strict=False)
     short = KeyedJaggedTensor(kjt.keys(), kjt.values()[:2], lengths=none.index_fill(0, torch.tensor([1, 3]), 1))
-    for one in (kjt, short):
-        assert torch.equal(program.module()(one.values(), one.lengths()), model(one).values())
+    for features in (kjt, short):
+        assert torch.equal(program.module()(features.values(), features.lengths()), model(features).values())
 
 
 @pytest.mark.gpu
@@ -402,15 +402,15 @@ def test_pieces_on_a_gpu_give_its_bits_and_rows_may_lie_anywhere(cuts: str, kind
     """One GPU holds the pieces of all ranks; of tables cut by rows every second piece is on the host."""
     model, kjt = quantized(kind).to("cuda"), batch(kind)
     plan = plan_of(model, PLANS[cuts])
-    for one in plan.plan[""].values():
-        for n, shard in enumerate(one.sharding_spec.shards if one.sharding_spec else ()):
-            where = "cpu" if n % 2 and "row" in one.sharding_type else "cuda:0"
+    for entry in plan.plan[""].values():
+        for n, shard in enumerate(entry.sharding_spec.shards if entry.sharding_spec else ()):
+            where = "cpu" if n % 2 and "row" in entry.sharding_type else "cuda:0"
             shard.placement = torch.distributed._remote_device(f"rank:{n % WORLD}/{where}")
-    found: Any = shard_quant_model(model, WORLD, "cuda", "cuda", sharding_plan=plan)[0]
+    sharded_model: Any = shard_quant_model(model, WORLD, "cuda", "cuda", sharding_plan=plan)[0]
     wanted = model(kjt.to("cuda"))
-    for one in (kjt, kjt.to("cuda")):
-        assert same_bits(found(one), wanted)
-    found.check()
+    for entry in (kjt, kjt.to("cuda")):
+        assert same_bits(sharded_model(entry), wanted)
+    sharded_model.check()
 
 
 @pytest.mark.gpu
@@ -439,8 +439,8 @@ def test_a_cut_inside_a_byte_is_refused(format: str, widths: list[int], step: in
 def test_a_bad_id_is_named_as_in_the_unsharded_model(kind: str, cuts: str) -> None:
     kjt = kjt_of({"bought": [[1], []], "home": [[4], []], "seen": [[], [3, 11]]})
     model = quantized(kind)
-    for one in (model, sharded(model, PLANS[cuts])):
-        assert error_of(one, kjt) == "IndexError: feature 'seen' (table 'shop'), sample 1: id 11 is outside [0, 11)"
+    for module in (model, sharded(model, PLANS[cuts])):
+        assert error_of(module, kjt) == "IndexError: feature 'seen' (table 'shop'), sample 1: id 11 is outside [0, 11)"
 
 
 def test_the_bounds_check_mode_is_honoured() -> None:
@@ -455,8 +455,8 @@ def test_the_bounds_check_mode_is_honoured() -> None:
         lenient = sharder.shard(model, plan.plan[""], ShardingEnv.from_local(WORLD, 0))  # type: ignore[arg-type]
         warned = mode is BoundsCheckMode.WARNING
         with pytest.warns(UserWarning, match="id -1 is outside") if warned else nullcontext():
-            found = lenient(kjt)
-        assert torch.equal(found.values(), lenient(good).values())
+            output = lenient(kjt)
+        assert torch.equal(output.values(), lenient(good).values())
     plan.plan[""]["item"].bounds_check_mode = BoundsCheckMode.IGNORE
     strict = shard_quant_model(model, WORLD, "cpu", "cpu", sharding_plan=plan)[0]
     with pytest.raises(IndexError, match=r"feature 'seen' \(table 'shop'\), sample 0: id -1"):

@@ -74,9 +74,9 @@ def test_the_published_snippet_runs(device: torch.device | str) -> None:
 
 def test_by_default_every_table_is_whole_on_one_device() -> None:
     model, plan = shard_quant_model(quantized(), 2, "cpu")
-    kinds = {name: (one.sharding_type, one.compute_kernel) for name, one in plan.plan[""].items()}
+    kinds = {name: (sharding.sharding_type, sharding.compute_kernel) for name, sharding in plan.plan[""].items()}
     assert kinds == dict.fromkeys(["item", "shop"], ("table_wise", "quant"))
-    assert sorted(one.ranks or [] for one in plan.plan[""].values()) == [[0], [1]]
+    assert sorted(sharding.ranks or [] for sharding in plan.plan[""].values()) == [[0], [1]]
     assert "item  | table_wise    | quant          | [" in str(plan)
     assert "(item): QuantizedRows(100 x 64, int8, on cpu)" in str(model)
     assert not model.training
@@ -90,25 +90,25 @@ def test_constraints_reach_the_plan_and_keep_the_bits(kind: str) -> None:
     model = quantized()
     wanted = model(KJT).values()
     allowed = {name: ParameterConstraints(sharding_types=[kind], min_partition=16) for name in ("item", "shop")}
-    found, plan = shard_quant_model(model, 2, "cpu", "cpu", constraints=allowed)
-    assert {one.sharding_type for one in plan.plan[""].values()} == {kind}
-    assert torch.equal(found(KJT).values(), wanted)
+    sharded, plan = shard_quant_model(model, 2, "cpu", "cpu", constraints=allowed)
+    assert {sharding.sharding_type for sharding in plan.plan[""].values()} == {kind}
+    assert torch.equal(sharded(KJT).values(), wanted)
 
 
 def test_a_plan_that_is_given_is_used_as_it_is() -> None:
     model = quantized()
     plan = plan_of(model, row_wise(), column_wise([1, 0]))
-    found, used = shard_quant_model(model, 2, "cpu", "cpu", sharding_plan=plan)
+    sharded, used = shard_quant_model(model, 2, "cpu", "cpu", sharding_plan=plan)
     assert used is plan
-    assert torch.equal(found(KJT).values(), model(KJT).values())
-    assert [spec[:4] for spec in get_tbe_specs_from_sharded_module(found)] == [
+    assert torch.equal(sharded(KJT).values(), model(KJT).values())
+    assert [spec[:4] for spec in get_tbe_specs_from_sharded_module(sharded)] == [
         ("item", 50, 64, "SparseType.INT8"), ("item", 50, 64, "SparseType.INT8"),
         ("shop", 50, 16, "SparseType.INT8"), ("shop", 50, 16, "SparseType.INT8"),
     ]  # fmt: skip
-    assert len(get_tbes_from_sharded_module(found)) == 1
-    assert get_all_torchrec_modules(nn.Sequential(found)) == {"0": found}
-    assert ("device", "cpu") in get_path_device_tuples(found)
-    assert "(1): PieceOfRows(rows [50, 100), columns [0, 64), on cpu)" in str(found)
+    assert len(get_tbes_from_sharded_module(sharded)) == 1
+    assert get_all_torchrec_modules(nn.Sequential(sharded)) == {"0": sharded}
+    assert ("device", "cpu") in get_path_device_tuples(sharded)
+    assert "(1): PieceOfRows(rows [50, 100), columns [0, 64), on cpu)" in str(sharded)
 
 
 def test_the_planner_knows_quantized_tables_by_their_bytes() -> None:
@@ -139,10 +139,10 @@ def test_memory_limits_are_never_violated() -> None:
 def test_tables_of_the_host_are_looked_up_by_the_cpu() -> None:
     model = quantized()
     host = {"item": ParameterConstraints(compute_kernels=["quant_uvm"])}
-    found, plan = _quietly(shard_quant_model, model, 1, "cuda", constraints=host)
-    found.load_state_dict(model.state_dict())
-    assert found.devices()["item"] == [torch.device("cpu")]
-    assert torch.equal(found(KJT).values().cpu(), model(KJT).values())
+    sharded, plan = _quietly(shard_quant_model, model, 1, "cuda", constraints=host)
+    sharded.load_state_dict(model.state_dict())
+    assert sharded.devices()["item"] == [torch.device("cpu")]
+    assert torch.equal(sharded(KJT).values().cpu(), model(KJT).values())
     plan.plan[""]["item"].compute_kernel = "quant_uvm_caching"
     with pytest.warns(UserWarning, match="table 'item': kernel 'quant_uvm_caching' has no cache here"):
         _quietly(shard_quant_model, model, 1, "cpu", sharding_plan=plan)
@@ -158,7 +158,7 @@ def test_without_cuda_everything_is_on_the_cpu_with_one_warning() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             shard_quant_model(model, 2, **settings)
-        assert [str(one.message) for one in caught] == [NO_CUDA_HERE]
+        assert [str(warning.message) for warning in caught] == [NO_CUDA_HERE]
         model[0].load_state_dict(quantized().state_dict())
         assert torch.equal(model[0](KJT).values(), quantized()(KJT).values())
 
@@ -175,7 +175,7 @@ def test_a_plan_and_a_device_that_want_cuda_give_one_warning() -> None:
             nn.Sequential(quantized()), env, torch.device("cuda"), ShardingPlan({"0": plan}), DEFAULT_SHARDERS,
             init_data_parallel=False,
         )  # fmt: skip
-    assert [(str(one.message), one.filename) for one in caught] == [(NO_CUDA_HERE, __file__)]
+    assert [(str(warning.message), warning.filename) for warning in caught] == [(NO_CUDA_HERE, __file__)]
     assert torch.equal(model(KJT).values(), quantized()(KJT).values())
 
 
@@ -188,8 +188,8 @@ def test_tables_may_be_on_devices_of_several_kinds() -> None:
     assert placed == ["rank:0/cpu", "rank:1/cuda:0", "rank:2/cuda:1"]
     envs = {"cpu": ShardingEnv.from_local(1, 0), "cuda": ShardingEnv.from_local(2, 0)}
     with pytest.warns(UserWarning, match="there is no CUDA here"):
-        found = QuantEmbeddingBagCollectionSharder().shard(model, plan.plan[""], envs)  # type: ignore[arg-type]
-    assert torch.equal(found(KJT).values(), model(KJT).values())
+        sharded = QuantEmbeddingBagCollectionSharder().shard(model, plan.plan[""], envs)  # type: ignore[arg-type]
+    assert torch.equal(sharded(KJT).values(), model(KJT).values())
 
 
 def test_other_ways_to_shard_take_quant_sharders_too() -> None:
@@ -267,9 +267,9 @@ def test_a_block_takes_the_bytes_that_the_planner_says() -> None:
     ways = {"item": Way("row_wise", "quant", (64,), (50, 50)), "shop": Way("column_wise", "quant", (16, 16), (50,))}
     for table in tables_of_model(model, DEFAULT_SHARDERS, "cpu").tables:
         way = ways[table.name]
-        said = block_bytes(table, way, way.widths[0], 2, 1) - served_bytes(table, way, way.widths[0], 1)
-        held = [b.nbytes for name, b in cut.named_buffers() if name.startswith(f"embedding_bags.{table.name}.shards.0")]
-        assert said[0] == sum(held)
+        predicted = block_bytes(table, way, way.widths[0], 2, 1) - served_bytes(table, way, way.widths[0], 1)
+        used = [b.nbytes for name, b in cut.named_buffers() if name.startswith(f"embedding_bags.{table.name}.shards.0")]
+        assert predicted[0] == sum(used)
 
 
 def changed(item: Any, change: Any) -> ShardingPlan:
@@ -279,8 +279,8 @@ def changed(item: Any, change: Any) -> ShardingPlan:
     return plan
 
 
-OTHER_KERNEL = changed(table_wise(0), lambda one: setattr(one, "compute_kernel", "fused"))
-HALF_A_TABLE = changed(row_wise(), lambda one: one.sharding_spec.shards.pop())
+OTHER_KERNEL = changed(table_wise(0), lambda sharding: setattr(sharding, "compute_kernel", "fused"))
+HALF_A_TABLE = changed(row_wise(), lambda sharding: sharding.sharding_spec.shards.pop())
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"compute_device": "mtia"}, "compute_device must be 'cuda' or 'cpu', got 'mtia'"),
     "one device": ({"compute_device": "cuda:1"}, "'cuda:1' is one device: say 'cuda', of which rank r is cuda:r"),
@@ -302,9 +302,9 @@ def test_what_cannot_be_done_is_refused_by_name(case: str) -> None:
 def test_a_planner_plans_a_quantized_model() -> None:
     model = quantized()
     plan = EmbeddingShardingPlanner(Topology(2, "cpu"), batch_size=64).plan(model, DEFAULT_SHARDERS)
-    assert {one.compute_kernel for one in plan.plan[""].values()} == {"quant"}
-    found, _ = shard_quant_model(model, 2, "cpu", "cpu", sharding_plan=plan)
-    assert torch.equal(found(KJT).values(), model(KJT).values())
+    assert {sharding.compute_kernel for sharding in plan.plan[""].values()} == {"quant"}
+    sharded, _ = shard_quant_model(model, 2, "cpu", "cpu", sharding_plan=plan)
+    assert torch.equal(sharded(KJT).values(), model(KJT).values())
 
 
 def _quietly(call: Any, *args: Any, **kwargs: Any) -> Any:

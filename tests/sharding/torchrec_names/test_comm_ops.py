@@ -69,38 +69,38 @@ def feature_dims(world: int) -> list[list[int]]:
 def feature_batches(world: int) -> list[list[list[int]]]:
     """[rank of the batch][rank of the feature][features]."""
     return [
-        [[(2 * r + 3 * o + f) % 4 for f in range(len(mine))] for o, mine in enumerate(feature_dims(world))]
+        [[(2 * r + 3 * o + f) % 4 for f in range(len(widths))] for o, widths in enumerate(feature_dims(world))]
         for r in range(world)
     ]
 
 
 def whole_pooled(inputs: list[Tensor]) -> list[Tensor]:
-    by_owner = [torch.split(one, batches(len(inputs))) for one in inputs]
+    by_owner = [torch.split(tensor, batches(len(inputs))) for tensor in inputs]
     return [torch.cat([blocks[r] for blocks in by_owner], 1) for r in range(len(inputs))]
 
 
 def variable_splits(world: int) -> list[list[int]]:
     """[owner][rank of the batch] numbers."""
-    each, widths = feature_batches(world), feature_dims(world)
+    sizes, widths = feature_batches(world), feature_dims(world)
     return [
-        [sum(b * d for b, d in zip(each[r][o], widths[o], strict=True)) for r in range(world)] for o in range(world)
+        [sum(b * d for b, d in zip(sizes[r][o], widths[o], strict=True)) for r in range(world)] for o in range(world)
     ]
 
 
 def call_variable(x: Tensor, rank: int, world: int, codecs: Any) -> Awaitable[Tensor]:
-    each = feature_batches(world)
-    before = [b for of_owner in each[rank] for b in of_owner]
-    return variable_batch_alltoall_pooled(x, [one[rank] for one in each], before, feature_dims(world), codecs=codecs)
+    sizes = feature_batches(world)
+    before = [b for of_owner in sizes[rank] for b in of_owner]
+    return variable_batch_alltoall_pooled(x, [row[rank] for row in sizes], before, feature_dims(world), codecs=codecs)
 
 
 def whole_variable(inputs: list[Tensor]) -> list[Tensor]:
-    pieces = [torch.split(one, n) for one, n in zip(inputs, variable_splits(len(inputs)), strict=True)]
+    pieces = [torch.split(tensor, n) for tensor, n in zip(inputs, variable_splits(len(inputs)), strict=True)]
     return [torch.cat([blocks[r] for blocks in pieces]) for r in range(len(inputs))]
 
 
 def whole_splits(splits: Callable[[int], list[int]]) -> Callable[[list[Tensor]], list[Tensor]]:
     def whole(inputs: list[Tensor]) -> list[Tensor]:
-        pieces = [torch.split(one, splits(len(inputs))) for one in inputs]
+        pieces = [torch.split(tensor, splits(len(inputs))) for tensor in inputs]
         return [reduce(torch.add, [blocks[r] for blocks in pieces]) for r in range(len(inputs))]
 
     return whole
@@ -160,7 +160,7 @@ def whole_and_gradients(
     generator = torch.Generator().manual_seed(seed)
     inputs = [torch.randn(*case.shape(r, world), generator=generator).to(dtype).requires_grad_() for r in range(world)]
     outputs = case.whole(inputs)
-    up = [torch.randn(one.shape, generator=generator).to(dtype) for one in outputs]
+    up = [torch.randn(output.shape, generator=generator).to(dtype) for output in outputs]
     gradients = torch.autograd.grad(outputs, inputs, up)
     return inputs, outputs, up, list(gradients)
 
@@ -172,9 +172,9 @@ def exchanged(
     rank, world = dist.get_rank(), dist.get_world_size()
     inputs, outputs, up, gradients = whole_and_gradients(CASES[name], world, dtype)
     x = inputs[rank].detach().clone().requires_grad_()
-    came = CASES[name].call(x, rank, world, codecs).wait()
-    came.backward(up[rank])
-    return came, outputs[rank], gradient_of(x), gradients[rank]
+    output = CASES[name].call(x, rank, world, codecs).wait()
+    output.backward(up[rank])
+    return output, outputs[rank], gradient_of(x), gradients[rank]
 
 
 def check_cases(dtype: torch.dtype, sync: bool, division: bool) -> None:
@@ -182,13 +182,13 @@ def check_cases(dtype: torch.dtype, sync: bool, division: bool) -> None:
     comm_ops.set_use_sync_collectives(sync)
     try:
         for name, case in CASES.items():
-            came, wanted, gradient, wanted_gradient = exchanged(name, dtype)
+            output, wanted, gradient, wanted_gradient = exchanged(name, dtype)
             if dtype.itemsize < 4 and case.sums:
                 # sums of narrow numbers are rounded once
-                assert_close(came, wanted, rtol=2e-2, atol=2e-2, msg=name)
+                assert_close(output, wanted, rtol=2e-2, atol=2e-2, msg=name)
             else:
                 # the bits of adding rank after rank
-                assert torch.equal(came, wanted), name
+                assert torch.equal(output, wanted), name
             wanted_gradient = wanted_gradient / (dist.get_world_size() if division else 1)
             assert_close(gradient, wanted_gradient, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype], msg=name)
     finally:
@@ -236,10 +236,10 @@ def check_codecs() -> None:
         (1e-3, QuantizedCommCodecs(Halves(), Halves())),
     ):
         for name in CASES:
-            came, wanted, gradient, wanted_gradient = exchanged(name, codecs=codecs)
-            assert came.dtype is torch.float32
-            assert_close(came, wanted, rtol=forward * world, atol=forward * world, msg=name)
-            assert world == 1 or came.numel() == 0 or not torch.equal(came, wanted), f"{name} was not compressed"
+            output, wanted, gradient, wanted_gradient = exchanged(name, codecs=codecs)
+            assert output.dtype is torch.float32
+            assert_close(output, wanted, rtol=forward * world, atol=forward * world, msg=name)
+            assert world == 1 or output.numel() == 0 or not torch.equal(output, wanted), f"{name} was not compressed"
             assert_close(gradient, wanted_gradient / world, rtol=5e-2, atol=5e-2, msg=name)
     x = torch.full((world, 2), 1e6 if rank == 1 else 1.0)
     pending = reduce_scatter_base_pooled(x, codecs=get_qcomm_codecs(QCommsConfig(fp16, fp16)))
@@ -264,10 +264,10 @@ def check_backward_again_and_without_gradients() -> None:
         assert not reduce_scatter_base_pooled(x).wait().requires_grad
     pending = reduce_scatter_base_pooled(x)
     with torch.no_grad():
-        came = pending.wait()
+        output = pending.wait()
     # who waits first, say to print, takes nothing from the others
-    assert came.requires_grad
-    assert pending.wait() is came
+    assert output.requires_grad
+    assert pending.wait() is output
 
 
 def test_backward_runs_as_often_as_asked_and_no_grad_belongs_to_the_call() -> None:
@@ -282,9 +282,9 @@ def check_modules() -> None:
     dist_pooled.callbacks.append(lambda t: t + 1)
     pending = dist_pooled(x, batches(world))
     pending.callbacks.append(lambda t: t * 4)
-    came = pending.wait()
-    assert torch.equal(came, (outputs[rank] * 2 + 1) * 4)
-    came.backward(up[rank])
+    output = pending.wait()
+    assert torch.equal(output, (outputs[rank] * 2 + 1) * 4)
+    output.backward(up[rank])
     assert_close(gradient_of(x), gradients[rank] * 8 / world)
     # by default all batches are alike
     even = torch.arange(2.0 * world * dims(world)[rank]).view(2 * world, dims(world)[rank])
@@ -292,13 +292,13 @@ def check_modules() -> None:
     with pytest.raises(ValueError, match="batch_size_per_rank" if world > 1 else "shape"):
         dist_pooled(torch.zeros(2 * world + 1, 99))
 
-    each = feature_batches(world)
-    before = [b for of_owner in each[rank] for b in of_owner]
+    batch_sizes = feature_batches(world)
+    before = [b for of_owner in batch_sizes[rank] for b in of_owner]
     variable = pooled_dist.VariableBatchPooledEmbeddingsAllToAll(pg, feature_dims(world), callbacks=[lambda t: t * 2])
     scatter = pooled_dist.PooledEmbeddingsReduceScatter(pg)
     features = pooled_dist.VariableBatchPooledEmbeddingsReduceScatter(pg)
     calls: dict[str, Callable[[Tensor], Awaitable[Tensor]]] = {
-        "variable_batch": lambda x: variable(x, [one[rank] for one in each], before),
+        "variable_batch": lambda x: variable(x, [sizes[rank] for sizes in batch_sizes], before),
         "reduce_scatter_v": lambda x: scatter(x, batches(world)),
         "reduce_scatter_base": lambda x: scatter(x),
         "reduce_scatter_v_per_feature": lambda x: features(x, per_feature(world), [4, 3]),
@@ -378,7 +378,7 @@ def test_tensors_of_several_devices_of_one_process_meet_on_one() -> None:
     assert pooled_dist.EmbeddingsAllToOneReduce(torch.device("cpu"), 2)([a, b]).tolist() == [[4, 6]]
     both = pooled_dist.SeqEmbeddingsAllToOne("cpu", 2)
     both.set_device("meta")
-    assert [one.device.type for one in both([a, b])] == ["meta", "meta"]
+    assert [tensor.device.type for tensor in both([a, b])] == ["meta", "meta"]
     for module in (both, pooled_dist.EmbeddingsAllToOneReduce("cpu", 2)):
         with pytest.raises(ValueError, match="2 tensors, one of each device, got 1"):
             module([a])

@@ -64,9 +64,9 @@ def joined(
 def batch_of(
     keys: Sequence[str], bags: Sequence[Sequence[Bag]], weighted: bool, variable: bool, dtype: torch.dtype = torch.int64
 ) -> KeyedJaggedTensor:
-    every = joined([bag for of_key in bags for bag in of_key], weighted, dtype)
+    jagged = joined([bag for of_key in bags for bag in of_key], weighted, dtype)
     return KeyedJaggedTensor(
-        list(keys), every.values(), every.weights_or_none(), every.lengths(),
+        list(keys), jagged.values(), jagged.weights_or_none(), jagged.lengths(),
         stride=None if variable else len(bags[0]) if bags else 0,
         stride_per_key_per_rank=[[len(of_key)] for of_key in bags] if variable else None,
     )  # fmt: skip
@@ -80,26 +80,26 @@ def check_kjt(stagger: int) -> None:
     rank, world, pg = dist.get_rank(), dist.get_world_size(), world_group()
     splits, keys = splits_of(world), keys_of(world)
     begin = sum(splits[:rank])
-    mine = range(begin, begin + splits[rank])
+    own_keys = range(begin, begin + splits[rank])
     exchange = KJTAllToAll(pg, splits, stagger)
     in_row = world // stagger
     order = [column + in_row * row for column in range(in_row) for row in range(stagger)]
     for kind, weighted, dtype in product(KINDS, (False, True), (torch.int64, torch.int32)):
         bags = [bags_of(rank, k, stride_of(kind, rank, k)) for k in range(len(keys))]
         variable = kind == "variable"
-        came = exchange(batch_of(keys, bags, weighted, variable, dtype)).wait().wait()
+        received = exchange(batch_of(keys, bags, weighted, variable, dtype)).wait().wait()
         # of ranks in order
-        every = [[bag for r in order for bag in bags_of(r, k, stride_of(kind, r, k))] for k in mine]
-        wanted = batch_of([keys[k] for k in mine], every, weighted, variable, dtype)
-        assert came.values().dtype == dtype
-        if len(mine):
-            assert kjt_is_equal(came, wanted) or (variable and same_bags(came, wanted)), (kind, weighted)
+        bags_by_key = [[bag for r in order for bag in bags_of(r, k, stride_of(kind, r, k))] for k in own_keys]
+        wanted = batch_of([keys[k] for k in own_keys], bags_by_key, weighted, variable, dtype)
+        assert received.values().dtype == dtype
+        if len(own_keys):
+            assert kjt_is_equal(received, wanted) or (variable and same_bags(received, wanted)), (kind, weighted)
         else:
-            assert came.keys() == []
-            assert came.values().numel() == 0
-        if variable and world > 1 and len(mine):
-            strides = [[stride_of(kind, r, k) for r in order] for k in mine]
-            assert came.stride_per_key_per_rank() == strides
+            assert received.keys() == []
+            assert received.values().numel() == 0
+        if variable and world > 1 and len(own_keys):
+            strides = [[stride_of(kind, r, k) for r in order] for k in own_keys]
+            assert received.stride_per_key_per_rank() == strides
 
 
 def same_bags(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
@@ -122,15 +122,15 @@ def test_each_rank_gets_its_keys_of_all_batches(world: int, stagger: int) -> Non
 
 def check_disagreements() -> list[str]:
     """What is said where rank 1 has another batch, in one thing at a time."""
-    rank, pg, found = dist.get_rank(), world_group(), []
+    rank, pg, errors = dist.get_rank(), world_group(), []
     bags = [bags_of(rank, k, 2) for k in range(3)]
-    for what in ("keys", "weights", "batches", "dtype", "splits"):
-        other = what if rank == 1 else ""
+    for difference in ("keys", "weights", "batches", "dtype", "splits"):
+        other = difference if rank == 1 else ""
         keys, splits = ["a", "b", "x" if other == "keys" else "c"], [1, 2] if other == "splits" else [2, 1]
         dtype = torch.int32 if other == "dtype" else torch.int64
         batch = batch_of(keys, bags, other == "weights", other == "batches", dtype)
-        found.append(error_of(KJTAllToAll(pg, splits)(batch).wait))
-    return found
+        errors.append(error_of(KJTAllToAll(pg, splits)(batch).wait))
+    return errors
 
 
 @pytest.mark.ranks
@@ -165,25 +165,25 @@ def check_pieces() -> None:
             ]
             send, receive = torch.tensor(counts[rank]), torch.tensor([counts[s][rank] for s in range(world)])
             wanted_rows = torch.cat([rows[s][rank] for s in range(world)])
-            mine = torch.cat(rows[rank])
-            assert torch.equal(TensorAllToAll(pg)(mine, send).wait().wait(), wanted_rows)
-            assert torch.equal(TensorAllToAll(pg)(mine, send.int()).wait().wait(), wanted_rows)
-            assert torch.equal(TensorValuesAllToAll(pg)(mine, send, receive).wait(), wanted_rows)
+            own_rows = torch.cat(rows[rank])
+            assert torch.equal(TensorAllToAll(pg)(own_rows, send).wait().wait(), wanted_rows)
+            assert torch.equal(TensorAllToAll(pg)(own_rows, send.int()).wait().wait(), wanted_rows)
+            assert torch.equal(TensorValuesAllToAll(pg)(own_rows, send, receive).wait(), wanted_rows)
     with pytest.raises(ValueError, match="do not add up"):
         TensorValuesAllToAll(pg)(torch.zeros(1000), send, receive)
     with pytest.raises(ValueError, match="splits must have one entry"):
         TensorAllToAll(pg)(torch.zeros(1), torch.ones(world + 1, dtype=torch.int64))
 
     # bags
-    every = [[bags_of(source, target, counts[source][target]) for target in range(world)] for source in range(world)]
+    all_bags = [[bags_of(source, target, counts[source][target]) for target in range(world)] for source in range(world)]
     for weighted in (False, True):
         counted = torch.int64 if weighted else torch.int32
-        jt = joined([bag for bags in every[rank] for bag in bags], weighted, counts=counted)
-        came = JaggedTensorAllToAll(jt, send, receive, pg).wait()
-        expected = joined([bag for bags in every for bag in bags[rank]], weighted, counts=counted)
-        assert torch.equal(came.values(), expected.values())
-        assert torch.equal(came.lengths(), expected.lengths())
-        assert not weighted or torch.equal(came.weights(), expected.weights())
+        jt = joined([bag for bags in all_bags[rank] for bag in bags], weighted, counts=counted)
+        received = JaggedTensorAllToAll(jt, send, receive, pg).wait()
+        expected = joined([bag for bags in all_bags for bag in bags[rank]], weighted, counts=counted)
+        assert torch.equal(received.values(), expected.values())
+        assert torch.equal(received.lengths(), expected.lengths())
+        assert not weighted or torch.equal(received.weights(), expected.weights())
     with pytest.raises(ValueError, match="do not add up to"):
         JaggedTensorAllToAll(jt, send + 1, receive, pg)
 
@@ -222,17 +222,17 @@ def check_row_wise(kind: str, weighted: bool) -> None:
     assert permute is not None
     tensors = KJTAllToAll(pg, [2] * world)(divided).wait()
     sent = divided.dist_splits([2] * world)[1]
-    here = tensors.wait()
-    mine = [table[rank * block : (rank + 1) * block].clone().requires_grad_() for table in tables]
-    ids = torch.split(here.values(), here.length_per_key())
-    rows = torch.cat([weight[i] for weight, i in zip(mine, ids, strict=True)])
-    got = TensorAllToAll(pg)(torch.zeros(0), torch.zeros(world, dtype=torch.int64)).wait()
-    assert got.wait().numel() == 0
+    arrived = tensors.wait()
+    shards = [table[rank * block : (rank + 1) * block].clone().requires_grad_() for table in tables]
+    ids = torch.split(arrived.values(), arrived.length_per_key())
+    rows = torch.cat([weight[i] for weight, i in zip(shards, ids, strict=True)])
+    empty = TensorAllToAll(pg)(torch.zeros(0), torch.zeros(world, dtype=torch.int64)).wait()
+    assert empty.wait().numel() == 0
     received = SplitsAllToAllAwaitable([torch.tensor(sent)], pg).wait()[0]
     # segments of bags, where batches of keys and ranks differ
     order = bags_order(strides, world) if kind == "variable" and world > 1 else None
     back = SequenceEmbeddingsAllToAll(pg, [2] * world)(
-        rows, here.lengths(), sent, received, permute,
+        rows, arrived.lengths(), sent, received, permute,
         list(range(world)) if order is not None else [n for n, _ in strides], order,
     ).wait()  # fmt: skip
     wanted = [tables[k][joined(bags_of(rank, k, strides[rank][k])).values()] for k in range(2)]
@@ -242,10 +242,10 @@ def check_row_wise(kind: str, weighted: bool) -> None:
     for k in range(2):
         counts = torch.zeros(ROWS)
         for r in range(world):
-            asked = joined(bags_of(r, k, strides[r][k])).values()
-            counts.index_add_(0, asked, torch.full((len(asked),), r + 1.0))
+            looked_up = joined(bags_of(r, k, strides[r][k])).values()
+            counts.index_add_(0, looked_up, torch.full((len(looked_up),), r + 1.0))
         wanted_grad = (counts / world)[rank * block : (rank + 1) * block, None].expand(-1, 3)
-        assert_close(gradient_of(mine[k]), wanted_grad)
+        assert_close(gradient_of(shards[k]), wanted_grad)
 
 
 def bags_order(strides: list[list[int]], world: int) -> Tensor:
@@ -272,9 +272,9 @@ def check_compressed_rows() -> None:
     module = SequenceEmbeddingsAllToAll(pg, [1] * world, codecs=get_qcomm_codecs(QCommsConfig(CommType.FP16)))
     assert not module.state_dict()
     rows = torch.rand(2 * world, 3) + rank
-    came = module(rows, torch.ones(2 * world, dtype=torch.int32), [2] * world, [2] * world).wait()
-    assert came.shape == (2 * world, 3)
-    assert torch.equal(came, came.half().float())
+    received = module(rows, torch.ones(2 * world, dtype=torch.int32), [2] * world, [2] * world).wait()
+    assert received.shape == (2 * world, 3)
+    assert torch.equal(received, received.half().float())
 
 
 @pytest.mark.ranks
