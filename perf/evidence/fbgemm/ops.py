@@ -129,10 +129,10 @@ def family(name: str) -> str:
 
 
 def recorded(name: str, seed: int, result: Outcome) -> dict[str, Tensor]:
-    """The tensors of a result by the names under which they are recorded."""
+    """Copies of a result's tensors by the names under which they are recorded; FBGEMM gives some arguments back."""
     named = {"output": result.outputs, "argument": result.written, "gradient": result.grads or []}
     return {
-        f"{name} {seed} {what} {place}": _as_tensor(value).contiguous()
+        f"{name} {seed} {what} {place}": _as_tensor(value).clone(memory_format=torch.contiguous_format)
         for what, values in named.items()
         for place, value in enumerate(values)
         if value is not None
