@@ -8,9 +8,10 @@ if __name__ == "fbgemm":
     raise ImportError("import shardwise.fbgemm: 'fbgemm' alone would be a second copy of it")
 
 from . import cumsum as _cumsum
+from . import permute as _permute
 from .registry import OPS, Op, register_ops, registered_ops
 
 __all__ = ["OPS", "Op", "register_ops", "registered_ops"]
 
 # imported for the ops that they define
-del _cumsum
+del _cumsum, _permute
