@@ -288,7 +288,7 @@ def _on_device(
         moved = moved * (known == permute).view(-1, *[1] * (lengths.dim() - 1))
         taken = moved if lengths.dim() == 1 else moved.sum(1)
     else:
-        moved = taken = lengths
+        moved, taken = torch.empty_like(lengths), sizes
     starts, ends = (torch.nn.functional.pad(n.cumsum(0, dtype=torch.int64), (1, 0)) for n in (sizes, taken))
     both = [values] if weights is None else [values, weights]
     permuted = torch.ops.shardwise.move_segments(both, permute, starts, ends, total)

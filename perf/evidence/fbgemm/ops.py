@@ -132,6 +132,7 @@ def recorded(name: str, seed: int, result: Outcome) -> dict[str, Tensor]:
     """Copies of a result's tensors by the names under which they are recorded; FBGEMM gives some arguments back."""
     named = {"output": result.outputs, "argument": result.written, "gradient": result.grads or []}
     return {
+        # an op may return an argument, and a file holds no memory twice
         f"{name} {seed} {what} {place}": _as_tensor(value).clone(memory_format=torch.contiguous_format)
         for what, values in named.items()
         for place, value in enumerate(values)
