@@ -1,9 +1,14 @@
 """FBGEMM's ops as we serve them beside its own: random calls of each, and the comparison."""
 
-from . import calls_cumsum as _calls_cumsum
+from . import (
+    calls_collective as _calls_collective,
+    calls_combine as _calls_combine,
+    calls_cumsum as _calls_cumsum,
+    calls_reorder as _calls_reorder,
+)
 from .draw import CALLS, Call, Draw, draw_call
 
 __all__ = ["CALLS", "Call", "Draw", "draw_call"]
 
 # imported for the calls that they draw
-del _calls_cumsum
+del _calls_collective, _calls_combine, _calls_cumsum, _calls_reorder

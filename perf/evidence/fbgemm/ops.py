@@ -132,7 +132,8 @@ def recorded(name: str, seed: int, result: Outcome) -> dict[str, Tensor]:
     """The tensors of a result by the names under which they are recorded."""
     named = {"output": result.outputs, "argument": result.written, "gradient": result.grads or []}
     return {
-        f"{name} {seed} {what} {place}": _as_tensor(value).contiguous()
+        # FBGEMM's outputs may be its arguments, and what is recorded has memory of its own
+        f"{name} {seed} {what} {place}": _as_tensor(value).clone(memory_format=torch.contiguous_format)
         for what, values in named.items()
         for place, value in enumerate(values)
         if value is not None
