@@ -8,12 +8,19 @@ file of this folder holds a family of ops; registry.py says what an op is.
 if __name__ == "fbgemm":
     raise ImportError("import shardwise.fbgemm: 'fbgemm' alone would be a second copy of it")
 
-from . import cumsum as _cumsum, jagged_dense as _jagged_dense, permute as _permute
+from . import (
+    collective as _collective,
+    combine as _combine,
+    cumsum as _cumsum,
+    jagged_dense as _jagged_dense,
+    permute as _permute,
+    reorder as _reorder,
+)
 from .registry import OPS, Op, load_ops, register_ops, registered_ops
 
 __all__ = ["OPS", "Op", "load_ops", "register_ops", "registered_ops"]
 
 # imported for the ops that they define
-del _cumsum, _jagged_dense, _permute
+del _collective, _combine, _cumsum, _jagged_dense, _permute, _reorder
 
 load_ops()

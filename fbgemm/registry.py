@@ -34,6 +34,7 @@ class Op:
     """One op: `schema` is upstream's without the namespace, `function` computes it, `fake` gives shapes alone.
 
     `tensors` is false of an op that takes none and is found by no tensor's device: it runs for all devices.
+    `across_devices` is true of one whose tensors may be on several devices.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Op:
     fake: Callable[..., Any]
     differentiable: bool
     tensors: bool
+    across_devices: bool
 
 
 # name -> op: all that this library serves
@@ -53,7 +55,11 @@ _registered: dict[str, Op] = {}
 
 
 def op(
-    schema: str, *, fake: Callable[..., Any] | None = None, differentiable: bool = False
+    schema: str,
+    *,
+    fake: Callable[..., Any] | None = None,
+    differentiable: bool = False,
+    across_devices: bool = False,
 ) -> Callable[[Function], Function]:
     """Put the decorated function into `OPS`. Its defaults have to be the schema's.
 
@@ -62,6 +68,7 @@ def op(
         fake: gives outputs of the right shape, dtype and device for compilers. Default: the function itself, which has
             to read no values then.
         differentiable: whether outputs have gradients. The function then runs as it is under autograd.
+        across_devices: whether tensors may be on several devices. The function then picks none as the current one.
     """
 
     def define(function: Function) -> Function:
@@ -70,7 +77,7 @@ def op(
             raise AssertionError(f"fbgemm::{name} is defined twice")
         kinds = [str(argument.type) for argument in torch._C.parse_schema(schema).arguments]
         tensors = any("Tensor" in kind for kind in kinds)
-        OPS[name] = Op(name, schema, function, fake or function, differentiable, tensors)
+        OPS[name] = Op(name, schema, function, fake or function, differentiable, tensors, across_devices)
         return function
 
     return define
@@ -155,7 +162,8 @@ def _register(library: torch.library.Library, each: Op) -> None:
         library.impl(each.name, each.function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         return
     library.impl(each.name, each.function, "CPU")  # type: ignore[no-untyped-call]
-    library.impl(each.name, on_own_device(each.schema, each.function), "CUDA")  # type: ignore[no-untyped-call]
+    on_cuda = each.function if each.across_devices else on_own_device(each.schema, each.function)
+    library.impl(each.name, on_cuda, "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{each.name}", each.fake, lib=library)
     if each.differentiable:
         overload = getattr(getattr(torch.ops, NAMESPACE), each.name).default

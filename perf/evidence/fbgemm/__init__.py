@@ -1,9 +1,16 @@
 """FBGEMM's ops as we serve them beside its own: random calls of each, and the comparison."""
 
-from . import calls_cumsum as _calls_cumsum, calls_jagged_dense as _calls_jagged_dense, calls_permute as _calls_permute
+from . import (
+    calls_collective as _calls_collective,
+    calls_combine as _calls_combine,
+    calls_cumsum as _calls_cumsum,
+    calls_jagged_dense as _calls_jagged_dense,
+    calls_permute as _calls_permute,
+    calls_reorder as _calls_reorder,
+)
 from .draw import CALLS, Call, Draw, draw_call
 
 __all__ = ["CALLS", "Call", "Draw", "draw_call"]
 
 # imported for the calls that they draw
-del _calls_cumsum, _calls_jagged_dense, _calls_permute
+del _calls_collective, _calls_combine, _calls_cumsum, _calls_jagged_dense, _calls_permute, _calls_reorder
