@@ -62,12 +62,20 @@ def test_calls_are_drawn_for_every_op() -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_recorded_results_of_fbgemm(name: str) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param("interpreted", marks=pytest.mark.interpreted),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_recorded_results_of_fbgemm(name: str, device: str) -> None:
     """Values, dtypes, shapes, written arguments and gradients of the first calls."""
-    compared = 0
+    compared, device = 0, device.replace("interpreted", "cpu")
     for seed in range(RECORDS):
         call = draw_call(name, seed)
-        ours = outcome(served(name), call)
+        ours = outcome(served(name), call, device=device)
         assert not ours.error or not (call.expected or call.difference), ours.error
         if call.expected:
             theirs: Outcome | None = Outcome(outputs=[value for value in call.expected() if value is not None])

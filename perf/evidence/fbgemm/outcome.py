@@ -25,20 +25,21 @@ class Outcome:
     error: str = ""
 
 
-def outcome(function: Callable[..., Any], call: Call, *, packed: bool = False) -> Outcome:
+def outcome(function: Callable[..., Any], call: Call, *, packed: bool = False, device: str = "cpu") -> Outcome:
     """Call with copies of the arguments, and back with gradients that depend on the shapes of outputs alone.
 
     Args:
         packed: whether copies are contiguous; otherwise they lie in memory as the arguments do.
+        device: where they lie, and where arguments that are devices lead; results are on the CPU.
     """
-    args = [_copy(argument, packed) for argument in call.args]
+    args = [_copy(argument, packed, device) for argument in call.args]
     try:
         returned = function(*args)
     except Exception as error:
         return Outcome(error=f"{type(error).__name__}: {error}".splitlines()[0])
     outputs = list(flat([returned]))
-    result = Outcome(outputs=[each.detach() if isinstance(each, Tensor) else each for each in outputs])
-    result.written = [each.detach() for each in flat(args) if isinstance(each, Tensor)]
+    result = Outcome(outputs=[each.detach().cpu() if isinstance(each, Tensor) else each for each in outputs])
+    result.written = [each.detach().cpu() for each in flat(args) if isinstance(each, Tensor)]
     if call.compared is not None:
         result.outputs = list(call.compared(result.outputs))
     inputs = [each for each in flat(args) if isinstance(each, Tensor) and each.requires_grad]
@@ -48,14 +49,14 @@ def outcome(function: Callable[..., Any], call: Call, *, packed: bool = False) -
             grads = torch.autograd.grad(roots, inputs, [upstream_gradient(each) for each in roots], allow_unused=True)
         except Exception as error:
             return Outcome(error=f"backward: {type(error).__name__}: {error}".splitlines()[0])
-        result.grads = list(grads)
+        result.grads = [None if grad is None else grad.cpu() for grad in grads]
     return result
 
 
 def upstream_gradient(output: Tensor) -> Tensor:
     """A gradient of this shape whose numbers differ from place to place."""
     places = torch.arange(output.numel(), dtype=torch.float64).view(output.shape)
-    return ((places * 7 % 11) / 8 - 0.5).to(output.dtype)
+    return ((places * 7 % 11) / 8 - 0.5).to(output)
 
 
 def flat(values: Sequence[Any]) -> list[Any]:
@@ -115,13 +116,15 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float(apart.max()) if apart.numel() else 0.0
 
 
-def _copy(value: Any, packed: bool) -> Any:
+def _copy(value: Any, packed: bool, device: str) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_copy(each, packed) for each in value]
+        return [_copy(each, packed, device) for each in value]
+    if isinstance(value, torch.device):
+        return torch.device(device)
     if not isinstance(value, Tensor):
         return value
-    copied = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    copied = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     if packed:
-        copied = torch.empty(value.shape, dtype=value.dtype)
+        copied = torch.empty(value.shape, dtype=value.dtype, device=device)
     copied.copy_(value.detach())
     return copied.requires_grad_(value.requires_grad)
