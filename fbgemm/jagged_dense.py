@@ -197,9 +197,7 @@ def _add_jagged(x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor) -> Ten
     return kernels.jagged_dense_add_jagged(*_of_one_dtype(x_values, x_offsets, y))
 
 
-def _of_one_dtype(
-    x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor
-) -> tuple[Tensor, Sequence[Tensor], Tensor]:
+def _of_one_dtype(x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor]:
     """Both in the dtype that torch would add them up in."""
     if x_values.dtype == y.dtype:
         return x_values, x_offsets, y
