@@ -4,6 +4,7 @@ from . import (
     calls_collective as _calls_collective,
     calls_combine as _calls_combine,
     calls_cumsum as _calls_cumsum,
+    calls_jagged as _calls_jagged,
     calls_jagged_dense as _calls_jagged_dense,
     calls_permute as _calls_permute,
     calls_reorder as _calls_reorder,
@@ -13,4 +14,12 @@ from .draw import CALLS, Call, Draw, draw_call
 __all__ = ["CALLS", "Call", "Draw", "draw_call"]
 
 # imported for the calls that they draw
-del _calls_collective, _calls_combine, _calls_cumsum, _calls_jagged_dense, _calls_permute, _calls_reorder
+del (
+    _calls_collective,
+    _calls_combine,
+    _calls_cumsum,
+    _calls_jagged,
+    _calls_jagged_dense,
+    _calls_permute,
+    _calls_reorder,
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,7 +42,7 @@ def _to_jagged(draw: Draw) -> Call:
     shape = [offsets[0].shape[0] - 1, *extents, draw.between(1, 4)]
     dense = _numbers(draw, shape, draw.choice(NUMBERS), grad=draw.coin())
     total = int(offsets[-1][-1])
-    options = draw.choice(([], [None], [total], [total + 2]))
+    options: list[Any] = draw.choice(([], [None], [total], [total + 2]))
     return Call([dense, offsets, *options], packed=True)
 
 
