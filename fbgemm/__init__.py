@@ -7,10 +7,17 @@ table of names. A file of this folder holds a family of ops; registry.py says wh
 if __name__ == "fbgemm":
     raise ImportError("import shardwise.fbgemm: 'fbgemm' alone would be a second copy of it")
 
-from . import collective as _collective, combine as _combine, cumsum as _cumsum, reorder as _reorder
+from . import (
+    collective as _collective,
+    combine as _combine,
+    cumsum as _cumsum,
+    ids as _ids,
+    lookup as _lookup,
+    reorder as _reorder,
+)
 from .registry import OPS, Op, register_ops, registered_ops
 
 __all__ = ["OPS", "Op", "register_ops", "registered_ops"]
 
 # imported for the ops that they define
-del _collective, _combine, _cumsum, _reorder
+del _collective, _combine, _cumsum, _ids, _lookup, _reorder

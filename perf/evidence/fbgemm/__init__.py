@@ -4,6 +4,8 @@ from . import (
     calls_collective as _calls_collective,
     calls_combine as _calls_combine,
     calls_cumsum as _calls_cumsum,
+    calls_ids as _calls_ids,
+    calls_lookup as _calls_lookup,
     calls_reorder as _calls_reorder,
 )
 from .draw import CALLS, Call, Draw, draw_call
@@ -11,4 +13,4 @@ from .draw import CALLS, Call, Draw, draw_call
 __all__ = ["CALLS", "Call", "Draw", "draw_call"]
 
 # imported for the calls that they draw
-del _calls_collective, _calls_combine, _calls_cumsum, _calls_reorder
+del _calls_collective, _calls_combine, _calls_cumsum, _calls_ids, _calls_lookup, _calls_reorder
