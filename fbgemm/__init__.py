@@ -12,8 +12,10 @@ from . import (
     collective as _collective,
     combine as _combine,
     cumsum as _cumsum,
+    ids as _ids,
     jagged as _jagged,
     jagged_dense as _jagged_dense,
+    lookup as _lookup,
     permute as _permute,
     reorder as _reorder,
 )
@@ -22,6 +24,6 @@ from .registry import OPS, Op, load_ops, register_ops, registered_ops
 __all__ = ["OPS", "Op", "load_ops", "register_ops", "registered_ops"]
 
 # imported for the ops that they define
-del _collective, _combine, _cumsum, _jagged, _jagged_dense, _permute, _reorder
+del _collective, _combine, _cumsum, _ids, _jagged, _jagged_dense, _lookup, _permute, _reorder
 
 load_ops()

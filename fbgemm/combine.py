@@ -140,8 +140,8 @@ def padding_fused_tbe_input_combine_with_length(
             raise ValueError(
                 f"lengths_list[{place}] must be of at most batch_size, {batch_size}, bags, got {lengths.shape[0]}"
             )
-    lengths = [pad(each, (0, batch_size - each.shape[0])) for each in lengths_list]
-    return _joined(indices_list), _joined(lengths), _weights(indices_list, per_sample_weights)
+    padded = [pad(each, (0, batch_size - each.shape[0])) for each in lengths_list]
+    return _joined(indices_list), _joined(padded), _weights(indices_list, per_sample_weights)
 
 
 def _check(

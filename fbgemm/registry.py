@@ -160,6 +160,7 @@ def _register(library: torch.library.Library, each: Op) -> None:
     library.define(each.schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     if not each.tensors:
         library.impl(each.name, each.function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"{NAMESPACE}::{each.name}", each.fake, lib=library)
         return
     library.impl(each.name, each.function, "CPU")  # type: ignore[no-untyped-call]
     on_cuda = each.function if each.across_devices else on_own_device(each.schema, each.function)

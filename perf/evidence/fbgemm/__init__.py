@@ -4,8 +4,10 @@ from . import (
     calls_collective as _calls_collective,
     calls_combine as _calls_combine,
     calls_cumsum as _calls_cumsum,
+    calls_ids as _calls_ids,
     calls_jagged as _calls_jagged,
     calls_jagged_dense as _calls_jagged_dense,
+    calls_lookup as _calls_lookup,
     calls_permute as _calls_permute,
     calls_reorder as _calls_reorder,
 )
@@ -18,8 +20,10 @@ del (
     _calls_collective,
     _calls_combine,
     _calls_cumsum,
+    _calls_ids,
     _calls_jagged,
     _calls_jagged_dense,
+    _calls_lookup,
     _calls_permute,
     _calls_reorder,
 )

@@ -1,0 +1,343 @@
+"""Checks of ids before a lookup, and hashes of ids to rows.
+
+Shapes: ids [N], offsets [T * B + 1] of T tables, or of T tables whose batches B_offsets [T + 1] divide; a buffer of
+identities [S, 1], -1 where a slot is free.
+"""
+
+from __future__ import annotations
+
+import warnings
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from .hashes import murmur_hash, unsigned_remainder
+from .registry import op
+
+_INDEX = (torch.int32, torch.int64)
+_MAX_INT32 = 2**31 - 1
+# slots of an id that are looked at together
+_PROBES = 16
+
+
+class _Mode(IntEnum):
+    FATAL = 0
+    WARNING = 1
+    IGNORE = 2
+    NONE = 3
+
+
+# modes that ask for another kernel of FBGEMM's, by their numbers
+_OTHER_KERNEL = {4: _Mode.IGNORE, 5: _Mode.WARNING, 6: _Mode.FATAL}
+
+
+@op(
+    "bounds_check_indices(Tensor rows_per_table, Tensor(a!) indices, Tensor(b!) offsets, int bounds_check_mode,"
+    " Tensor(c!) warning, Tensor(d!)? weights=None, Tensor? B_offsets=None, SymInt max_B=-1, Tensor? b_t_map=None,"
+    " int info_B_num_bits=-1, int info_B_mask=-1, int bounds_check_version=1, bool prefetch_pipeline=False) -> ()",
+    fake=lambda *_args, **_kwargs: None,
+)
+def bounds_check_indices(
+    rows_per_table: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    bounds_check_mode: int,
+    warning: Tensor,
+    weights: Tensor | None = None,
+    B_offsets: Tensor | None = None,
+    max_B: int = -1,
+    b_t_map: Tensor | None = None,
+    info_B_num_bits: int = -1,
+    info_B_mask: int = -1,
+    bounds_check_version: int = 1,
+    prefetch_pipeline: bool = False,
+) -> None:
+    """Raise where ids or offsets are outside their tables (mode 0), or put them inside (1 counts them in `warning`, 2).
+
+    An id outside becomes 0, -1 stays; offsets are raised to the one before and lowered to the number of ids, the last
+    one becomes that. Mode 3 checks nothing; 4, 5 and 6 are 2, 1 and 0. What says how B_offsets divide bags among
+    threads has no part in the result.
+    """
+    mode = _checked_mode(rows_per_table, indices, offsets, bounds_check_mode, warning, weights, B_offsets, max_B)
+    if mode is _Mode.NONE:
+        return
+    size, bags, tables = indices.shape[0], offsets.shape[0] - 1, rows_per_table.shape[0]
+    inside = offsets.clamp(0, size)
+    inside[-1] = size
+    inside = inside.cummax(0).values.to(offsets.dtype)
+    # N ids past the first offset belong to the last bag that begins before them
+    bag = torch.searchsorted(inside, torch.arange(size, device=indices.device, dtype=inside.dtype), right=True) - 1
+    if B_offsets is None:
+        table = bag // max(bags // tables, 1)
+    else:
+        table = torch.searchsorted(B_offsets.long(), bag, right=True) - 1
+    rows = rows_per_table[table.clamp(0, tables - 1)]
+    outside = ((indices < -1) | (indices >= rows)) & (bag >= 0) & (bag < bags)
+    last_differs = offsets[-1:] != size
+    begins = torch.cat([offsets[:1], inside[1:]])[:-1]
+    ends = torch.cat([offsets[1:-1], inside[-1:]])[:bags]
+    fallen = (begins < 0) | (begins > ends) | (ends > size)
+    if mode is _Mode.FATAL:
+        _require_none(last_differs, fallen, outside, offsets, indices, rows, bag)
+        return
+    if mode is _Mode.WARNING:
+        count = outside.sum() + fallen.sum() + last_differs.sum()
+        warning.zero_()
+        warning[0] = count
+        # asked on the CPU alone, where it is no wait
+        if count.is_cpu and int(count):
+            warnings.warn(
+                f"bounds_check_indices: {int(outside.sum())} ids outside their tables were set to 0, "
+                f"{int(fallen.sum() + last_differs.sum())} offsets put within the {size} ids",
+                stacklevel=2,
+            )
+    offsets.copy_(inside)
+    indices.masked_fill_(outside, 0)
+
+
+def _checked_mode(
+    rows_per_table: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    mode: int,
+    warning: Tensor,
+    weights: Tensor | None,
+    B_offsets: Tensor | None,
+    max_B: int,
+) -> _Mode:
+    if mode not in (*_Mode, *_OTHER_KERNEL):
+        raise ValueError(
+            f"bounds_check_mode must be 0 (fatal), 1 (warning), 2 (ignore), 3 (none) or 4 to 6, got {mode}"
+        )
+    asked = _OTHER_KERNEL[mode] if mode in _OTHER_KERNEL else _Mode(mode)
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        if tensor.dtype not in _INDEX:
+            raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
+    for name, tensor in (("rows_per_table", rows_per_table), ("warning", warning)):
+        if tensor.dtype != torch.int64:
+            raise TypeError(f"{name} must be int64, got {tensor.dtype}")
+    for name, tensor in (
+        ("rows_per_table", rows_per_table),
+        ("indices", indices),
+        ("offsets", offsets),
+        ("warning", warning),
+    ):
+        if tensor.dim() != 1 or (tensor.shape[0] == 0 and name != "indices"):
+            raise ValueError(f"{name} must have 1 dimension and an entry, got shape {list(tensor.shape)}")
+    bags, tables = offsets.shape[0] - 1, rows_per_table.shape[0]
+    if weights is not None and weights.shape[0] != indices.shape[0]:
+        raise ValueError(f"weights must be {indices.shape[0]} as indices are, got {weights.shape[0]}")
+    if B_offsets is None:
+        if bags % tables:
+            raise ValueError(f"{bags + 1} offsets do not divide among {tables} tables: expected T * B + 1")
+        return asked
+    if max_B < 0:
+        raise ValueError(f"max_B must be given with B_offsets, got {max_B}")
+    if B_offsets.dtype != torch.int32:
+        raise TypeError(f"B_offsets must be int32, got {B_offsets.dtype}")
+    if B_offsets.shape != (tables + 1,):
+        raise ValueError(f"B_offsets must have {tables + 1} entries, got shape {list(B_offsets.shape)}")
+    if B_offsets.is_cpu and (
+        int(B_offsets[0]) != 0 or int(B_offsets[-1]) != bags or bool((B_offsets.diff() < 0).any())
+    ):
+        raise ValueError(f"B_offsets must go from 0 to {bags} bags without falling, got {B_offsets.tolist()}")
+    return asked
+
+
+def _require_none(
+    last_differs: Tensor, fallen: Tensor, outside: Tensor, offsets: Tensor, indices: Tensor, rows: Tensor, bag: Tensor
+) -> None:
+    """Raise where anything is to be corrected."""
+    clean = ~(last_differs.any() | fallen.any() | outside.any())
+    if kernels.capturing():
+        # a CUDA graph cannot wait: the device says it, as FBGEMM's does
+        torch._assert_async(clean, "bounds_check_indices: an id or an offset is out of range")
+        return
+    # an error is raised by the host: it has to wait for the answer
+    if bool(clean):
+        return
+    if bool(last_differs):
+        raise ValueError(f"offsets must end with the number of indices, {indices.shape[0]}, got {int(offsets[-1])}")
+    if bool(fallen.any()):
+        at = int(fallen.int().argmax())
+        raise ValueError(
+            f"offsets must go from 0 to {indices.shape[0]} without falling, "
+            f"got {int(offsets[at])} and {int(offsets[at + 1])} of bag {at}"
+        )
+    at = int(outside.int().argmax())
+    raise IndexError(
+        f"indices[{at}] is {int(indices[at])} in bag {int(bag[at])}, outside its table of {int(rows[at])} rows"
+    )
+
+
+@op("murmur_hash3(Tensor input, int y, int seed) -> Tensor")
+def murmur_hash3(input: Tensor, y: int, seed: int) -> Tensor:
+    """The hash of the one id in `input`, with `y` as its second half: a number without dimensions."""
+    if input.dtype != torch.int64:
+        raise TypeError(f"input must be int64, got {input.dtype}")
+    if input.shape != (1,):
+        raise ValueError(f"input must be one id, got shape {list(input.shape)}")
+    return murmur_hash(input, y, seed).view(())
+
+
+@op(
+    "create_zch_buffer(int size, bool support_evict=False, Device? device=None, bool long_type=False)"
+    " -> (Tensor, Tensor)"
+)
+def create_zch_buffer(
+    size: int, support_evict: bool = False, device: torch.device | None = None, long_type: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Free slots: identities [size, 1] int32, or int64 with `long_type`; and int32 metadata with `support_evict`."""
+    if size < 0:
+        raise ValueError(f"size must not be negative, got {size}")
+    dtype = torch.int64 if long_type else torch.int32
+    identities = torch.full((size, 1), -1, dtype=dtype, device=device)
+    metadata = torch.full((size, 1), -1, dtype=torch.int32, device=device) if support_evict else None
+    return identities, metadata
+
+
+def _zch_fake(input: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor | None]:
+    return input.new_empty(input.shape[0], dtype=torch.int64), None
+
+
+@op(
+    "zero_collision_hash(Tensor input, Tensor identities, int max_probe, bool circular_probe=False, int exp_hours=-1,"
+    " bool readonly=False, Tensor? local_sizes=None, Tensor? offsets=None, Tensor? metadata=None,"
+    " bool output_on_uvm=False, bool disable_fallback=False, bool _modulo_identity_DPRECATED=False,"
+    " Tensor? input_metadata=None, int eviction_threshold=-1, int eviction_policy=0, int opt_in_prob=-1,"
+    " int num_reserved_slots=-1, Tensor? opt_in_rands=None, Tensor? runtime_meta=None) -> (Tensor, Tensor)",
+    fake=_zch_fake,
+)
+def zero_collision_hash(
+    input: Tensor,
+    identities: Tensor,
+    max_probe: int,
+    circular_probe: bool = False,
+    exp_hours: int = -1,
+    readonly: bool = False,
+    local_sizes: Tensor | None = None,
+    offsets: Tensor | None = None,
+    metadata: Tensor | None = None,
+    output_on_uvm: bool = False,
+    disable_fallback: bool = False,
+    _modulo_identity_DPRECATED: bool = False,
+    input_metadata: Tensor | None = None,
+    eviction_threshold: int = -1,
+    eviction_policy: int = 0,
+    opt_in_prob: int = -1,
+    num_reserved_slots: int = -1,
+    opt_in_rands: Tensor | None = None,
+    runtime_meta: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The slot [N] of each id among identities [S, 1], looked for in `max_probe` slots from that of its hash on.
+
+    An id without a slot gets the first of these, or -1 with `disable_fallback`, or a reserved slot where some are: the
+    last `num_reserved_slots`. With `local_sizes` and `offsets` [N] the slots of an id are that many from there on.
+    Slots are read, not taken: `readonly` must be true and what belongs to taking them left out, as FBGEMM's op on the
+    CPU has it. The second output is None: no slot is given to another id.
+    """
+    _check_unused(exp_hours, readonly, metadata, input_metadata, eviction_threshold, opt_in_rands)
+    if input.shape[0] == 0:
+        return input.new_empty(0, dtype=torch.int64), None
+    _check_zch(input, identities, circular_probe, _modulo_identity_DPRECATED, local_sizes, offsets)
+    if opt_in_prob != -1 and not (0 < opt_in_prob <= 100 and num_reserved_slots > 0):
+        raise ValueError(
+            "opt_in_prob must be 1 to 100 and num_reserved_slots positive, or both -1, "
+            f"got {opt_in_prob} and {num_reserved_slots}"
+        )
+    if num_reserved_slots != -1 and opt_in_prob == -1:
+        raise ValueError(f"num_reserved_slots must be -1 without opt_in_prob, got {num_reserved_slots}")
+    slots = identities.shape[0]
+    reserved = num_reserved_slots if opt_in_prob != -1 else 0
+    size: Tensor | int = slots if local_sizes is None else local_sizes.unsqueeze(1)  # [N, 1]
+    begin: Tensor | int = 0 if offsets is None else offsets.unsqueeze(1)
+    if isinstance(size, int):
+        if size <= reserved:
+            raise ValueError(f"identities must have more than the {reserved} reserved slots, got {size}")
+    else:
+        _check_local(size, begin, slots, reserved)
+        size = size.clamp(1 + reserved, max(slots, 1 + reserved))
+    ids = input.long()
+    hashed = murmur_hash(ids).unsqueeze(1)
+    # ids are kept in fewer bits by their remainder, which has the sign of the id
+    wanted = (ids if identities.dtype == input.dtype else ids.fmod(_MAX_INT32)).unsqueeze(1)
+    block = size - reserved
+    home = unsigned_remainder(hashed, block)
+    slot = home.new_full(home.shape, -1)
+    # a block that was gone through once has nothing else to give
+    for first in range(0, min(max_probe, slots), _PROBES):
+        step = torch.arange(first, min(first + _PROBES, max_probe), device=input.device)
+        place = (home + step) % block  # [N, P]
+        hit = identities[(place + begin).clamp(0, slots - 1), 0] == wanted
+        # the first hit of each
+        which = hit.int().argmax(1, keepdim=True)
+        slot = torch.where((slot < 0) & hit.any(1, keepdim=True), place.gather(1, which), slot)
+        if slot.is_cpu and bool((slot >= 0).all()):
+            break
+    if disable_fallback:
+        return torch.where(slot < 0, -1, slot + begin).squeeze(1), None
+    fallback = block + unsigned_remainder(hashed, reserved) if reserved else home
+    return (torch.where(slot < 0, fallback, slot) + begin).squeeze(1), None
+
+
+def _check_unused(
+    exp_hours: int,
+    readonly: bool,
+    metadata: Tensor | None,
+    input_metadata: Tensor | None,
+    eviction_threshold: int,
+    opt_in_rands: Tensor | None,
+) -> None:
+    if not readonly:
+        raise ValueError("readonly must be true: slots are looked up here, not taken")
+    for name, number in (("exp_hours", exp_hours), ("eviction_threshold", eviction_threshold)):
+        if number != -1:
+            raise ValueError(f"{name} must be -1 with readonly, got {number}")
+    given = (("metadata", metadata), ("input_metadata", input_metadata), ("opt_in_rands", opt_in_rands))
+    for name, tensor in given:
+        if tensor is not None:
+            raise ValueError(f"{name} must be None with readonly, got a tensor of shape {list(tensor.shape)}")
+
+
+def _check_zch(
+    input: Tensor,
+    identities: Tensor,
+    circular_probe: bool,
+    modulo_identity: bool,
+    local_sizes: Tensor | None,
+    offsets: Tensor | None,
+) -> None:
+    for name, tensor in (("input", input), ("identities", identities)):
+        if tensor.dtype not in _INDEX:
+            raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
+    if input.dtype == torch.int32 != identities.dtype:
+        raise TypeError(f"identities must be int32 as input is, got {identities.dtype}")
+    if input.dim() != 1 or identities.dim() != 2 or identities.shape[1] < 1:
+        raise ValueError(
+            f"input must have 1 dimension and identities be [slots, 1], "
+            f"got shapes {list(input.shape)} and {list(identities.shape)}"
+        )
+    if not circular_probe:
+        raise ValueError("circular_probe must be true")
+    if modulo_identity:
+        raise ValueError("_modulo_identity_DPRECATED must be false")
+    if (local_sizes is None) != (offsets is None):
+        raise ValueError("local_sizes and offsets must be given together")
+    for name, numbers in (("local_sizes", local_sizes), ("offsets", offsets)):
+        if numbers is None:
+            continue
+        if numbers.dtype != torch.int64:
+            raise TypeError(f"{name} must be int64, got {numbers.dtype}")
+        if numbers.shape != input.shape:
+            raise ValueError(f"{name} must have a number for each of {input.shape[0]} ids, got {list(numbers.shape)}")
+
+
+def _check_local(sizes: Tensor, begins: Tensor | int, slots: int, reserved: int) -> None:
+    """Raise on the CPU where the slots of an id are not among all; elsewhere none outside is read."""
+    if sizes.is_cpu and bool(((sizes <= reserved) | (begins < 0) | (begins + sizes > slots)).any()):
+        raise ValueError(
+            f"offsets and local_sizes must name more than {reserved} of {slots} slots for each id, "
+            f"got local_sizes {int(sizes.min())} ... {int(sizes.max())}"
+        )
