@@ -1,8 +1,8 @@
 """Segments in another order: bags of features, rows of bags, sequences of embeddings.
 
-Shapes: permute [S] which of T segments comes where, repeats and omissions allowed; lengths [T], or [T, B] of T features;
-values and weights [N, ...], N the sum of the lengths. `permuted_lengths_sum` is the number of values moved, where it is
-known: then nothing waits for the device.
+Shapes: permute [S] which of T segments comes where, repeats and omissions allowed; lengths [T], or [T, B] of T
+features; values and weights [N, ...], N the sum of the lengths. `permuted_lengths_sum` is the number of values moved,
+where it is known: then nothing waits for the device.
 """
 
 from __future__ import annotations
