@@ -7,10 +7,10 @@ table of names. A file of this folder holds a family of ops; registry.py says wh
 if __name__ == "fbgemm":
     raise ImportError("import shardwise.fbgemm: 'fbgemm' alone would be a second copy of it")
 
-from . import bucketize as _bucketize, cumsum as _cumsum, permute as _permute
+from . import bucketize as _bucketize, cumsum as _cumsum, permute as _permute, regroup as _regroup
 from .registry import OPS, Op, register_ops, registered_ops
 
 __all__ = ["OPS", "Op", "register_ops", "registered_ops"]
 
 # imported for the ops that they define
-del _bucketize, _cumsum, _permute
+del _bucketize, _cumsum, _permute, _regroup
