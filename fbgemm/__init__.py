@@ -9,6 +9,7 @@ if __name__ == "fbgemm":
     raise ImportError("import shardwise.fbgemm: 'fbgemm' alone would be a second copy of it")
 
 from . import (
+    bucketize as _bucketize,
     collective as _collective,
     combine as _combine,
     cumsum as _cumsum,
@@ -17,6 +18,7 @@ from . import (
     jagged_dense as _jagged_dense,
     lookup as _lookup,
     permute as _permute,
+    regroup as _regroup,
     reorder as _reorder,
 )
 from .registry import OPS, Op, load_ops, register_ops, registered_ops
@@ -24,6 +26,6 @@ from .registry import OPS, Op, load_ops, register_ops, registered_ops
 __all__ = ["OPS", "Op", "load_ops", "register_ops", "registered_ops"]
 
 # imported for the ops that they define
-del _collective, _combine, _cumsum, _ids, _jagged, _jagged_dense, _lookup, _permute, _reorder
+del _bucketize, _collective, _combine, _cumsum, _ids, _jagged, _jagged_dense, _lookup, _permute, _regroup, _reorder
 
 load_ops()

@@ -1,6 +1,7 @@
 """FBGEMM's ops as we serve them beside its own: random calls of each, and the comparison."""
 
 from . import (
+    calls_bucketize as _calls_bucketize,
     calls_collective as _calls_collective,
     calls_combine as _calls_combine,
     calls_cumsum as _calls_cumsum,
@@ -9,6 +10,7 @@ from . import (
     calls_jagged_dense as _calls_jagged_dense,
     calls_lookup as _calls_lookup,
     calls_permute as _calls_permute,
+    calls_regroup as _calls_regroup,
     calls_reorder as _calls_reorder,
 )
 from .draw import CALLS, Call, Draw, draw_call
@@ -17,6 +19,7 @@ __all__ = ["CALLS", "Call", "Draw", "draw_call"]
 
 # imported for the calls that they draw
 del (
+    _calls_bucketize,
     _calls_collective,
     _calls_combine,
     _calls_cumsum,
@@ -25,5 +28,6 @@ del (
     _calls_jagged_dense,
     _calls_lookup,
     _calls_permute,
+    _calls_regroup,
     _calls_reorder,
 )
