@@ -17,6 +17,7 @@ from . import (
     jagged as _jagged,
     jagged_dense as _jagged_dense,
     lookup as _lookup,
+    nbit_lookup as _nbit_lookup,
     permute as _permute,
     regroup as _regroup,
     reorder as _reorder,
@@ -26,6 +27,19 @@ from .registry import OPS, Op, load_ops, register_ops, registered_ops
 __all__ = ["OPS", "Op", "load_ops", "register_ops", "registered_ops"]
 
 # imported for the ops that they define
-del _bucketize, _collective, _combine, _cumsum, _ids, _jagged, _jagged_dense, _lookup, _permute, _regroup, _reorder
+del (
+    _bucketize,
+    _collective,
+    _combine,
+    _cumsum,
+    _ids,
+    _jagged,
+    _jagged_dense,
+    _lookup,
+    _nbit_lookup,
+    _permute,
+    _regroup,
+    _reorder,
+)
 
 load_ops()

@@ -29,6 +29,10 @@ FIRST_ROW = 5  # number of the table's row 0 among all rows of W: the sort key o
 ORDER = 6  # [j, ORDER] is the j-th feature in the order of launches (see `launch_order`)
 ORIGIN = 7  # what `origin_of` says of row 0: by it and the id, rows are rounded
 FIELDS = 8
+# What three columns are of fused rows, which hold their scales themselves (quantized/fused_lookup.py).
+STRIDE = 5  # bytes from row to row
+HEAD = 6  # bytes of scale and bias in front of a row's numbers
+KIND = 7  # number of the format
 
 
 class Feature(NamedTuple):

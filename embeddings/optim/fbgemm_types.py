@@ -136,6 +136,16 @@ class MultiPassPrefetchConfig(NamedTuple):
     min_splitable_pass_size: int = 6 * 1024 * 1024
 
 
+class SplitState(NamedTuple):
+    """How tables, or a state of theirs, lie in one buffer for each place: its elements, and where each table begins."""
+
+    dev_size: int
+    host_size: int
+    uvm_size: int
+    placements: list[EmbeddingLocation]
+    offsets: list[int]
+
+
 def data_type_to_sparse_type(data_type: DataType) -> SparseType:
     """FBGEMM's type of a table of this type.
 

@@ -40,6 +40,8 @@ _QUANTIZED_ELEMENTS = 1 << 17
 # the compiled loops; None where numba is missing or does not work
 _quantizing = partial(numba_loops.loops, "quantize_loops")
 _looking_up = partial(numba_loops.loops, "quantized_lookup_loops")
+# of fused rows, for fused_lookup.py
+fused_loops = _looking_up
 
 
 def quantized_pooled_lookup_cpu(

@@ -3,7 +3,8 @@
 Tensors come as addresses of contiguous memory; `of` and `ends_of` are bytes of an id and of an offset, `half` says that
 scales are fp16. A row goes straight from its payload into the sums of its bag, row after row in their order, each
 product and each sum rounded by itself: the bits of the reference. Loops release the GIL and never raise.
-Letters as in quantized/pooled_lookup.py.
+Letters as in quantized/pooled_lookup.py. Rows that hold their scales themselves, of any formats in one call, are those
+of quantized/fused_lookup.py; their loops give the position of the first id that is outside its table and not -1, or -1.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from ..features import (
     DIM,
     FIELDS,
     FIRST_ROW,
+    HEAD,
+    KIND,
     MEAN,
     ROWS,
+    STRIDE,
 )
 from .njit import (
     compiled,
@@ -39,6 +43,8 @@ from .njit import (
 _carray: Any = numba.carray
 
 INT8, INT4, INT2, FP8, FP16, BF16, FP32 = range(7)
+# of fused rows also: 8-bit floats by a table of their 256 values, and tables of another buffer, which are left out
+MINIFLOAT, ELSEWHERE = 7, 8
 
 # ids ahead of the one that is added, whose row is asked for; bytes of a line of the cache
 _AHEAD, _LINE = 8, 64
@@ -260,3 +266,109 @@ def dequantize(
     for row in range(low, high):
         scale, bias = _row(scales, half, parts, row)
         _take(kind, out + 4 * row * dim, payload + row * width, dim, scale, bias, np.float32(1), False)
+
+
+@compiled(inline=True)
+def _minifloats(to: int, q: int, dim: int, values: int, weight: float, adds: bool) -> None:
+    y, x, value = f4(to, dim), u1(q, dim), f4(values, 256)
+    for d in range(dim):
+        product = value[x[d]] * weight
+        y[d] = y[d] + product if adds else product
+
+
+@compiled(inline=True)
+def _take_fused(kind: int, to: int, row: int, head: int, dim: int, values: int, weight: float, adds: bool) -> None:
+    """The fused row at `row` times a weight, added to the fp32 row at `to` or put there."""
+    if kind == MINIFLOAT:
+        _minifloats(to, row, dim, values, weight, adds)
+    else:
+        scale, bias = np.float32(0), np.float32(0)
+        if head:
+            two = _u2(row, 2)
+            scale, bias = half_value(two[0]), half_value(two[1])
+        _take(kind, to, row + head, dim, scale, bias, weight, adds)
+
+
+@compiled(int64(*[int64] * 15))
+def pool_fused(
+    fused: int,
+    ids: int,
+    of: int,
+    n: int,
+    ends: int,
+    ends_of: int,
+    weights: int,
+    ft: int,
+    values: int,
+    batch: int,
+    out: int,
+    stride: int,
+    mean: int,
+    low: int,
+    high: int,
+) -> int:
+    """Bags low ... high - 1 of the F * B, those of a feature in its columns of rows of `stride`."""
+    bad = -1
+    for bag in range(low, high):
+        feature = i8(ft + 8 * FIELDS * (bag // batch), FIELDS)
+        dim, rows, kind, width, head = feature[DIM], feature[ROWS], feature[KIND], feature[STRIDE], feature[HEAD]
+        table = fused + feature[BASE]
+        to = out + 4 * ((bag % batch) * stride + feature[COLUMN])
+        y = f4(to, dim)
+        for d in range(dim):
+            y[d] = np.float32(0)
+        begin, end = _at(ends, ends_of, bag), _at(ends, ends_of, bag + 1)
+        if kind == ELSEWHERE:
+            continue
+        for i in range(max(begin, 0), min(end, n)):
+            # perhaps an id of another table: asking for a line that is not there does no harm
+            ahead = table + _at(ids, of, min(i + _AHEAD, n - 1)) * width
+            for line in range(0, width, _LINE):
+                prefetch(ahead + line)
+            row = _at(ids, of, i)
+            if 0 <= row < rows:
+                weight = f4(weights + 4 * i, 1)[0] if weights else np.float32(1)
+                _take_fused(kind, to, table + row * width, head, dim, values, weight, True)
+            elif row != -1 and (bad < 0 or i < bad):
+                bad = i
+        if mean:
+            count = np.float32(max(end - begin, 1))
+            for d in range(dim):
+                y[d] = y[d] / count
+    return bad
+
+
+@compiled(int64(*[int64] * 14))
+def gather_fused(
+    fused: int,
+    ids: int,
+    of: int,
+    n: int,
+    ends: int,
+    ends_of: int,
+    ft: int,
+    features: int,
+    values: int,
+    batch: int,
+    out: int,
+    dim: int,
+    low: int,
+    high: int,
+) -> int:
+    """Rows of ids low ... high - 1, zeros for those that have none."""
+    f, bad = 0, -1
+    for i in range(low, high):
+        while f < features and i >= _at(ends, ends_of, (f + 1) * batch):
+            f += 1
+        feature = i8(ft + 8 * FIELDS * min(f, features - 1), FIELDS)
+        row, to, kind = _at(ids, of, i), out + 4 * i * dim, feature[KIND]
+        if f < features and kind != ELSEWHERE and 0 <= row < feature[ROWS]:
+            source = fused + feature[BASE] + row * feature[STRIDE]
+            _take_fused(kind, to, source, feature[HEAD], dim, values, np.float32(1), False)
+        else:
+            y = f4(to, dim)
+            for d in range(dim):
+                y[d] = np.float32(0)
+            if f < features and kind != ELSEWHERE and row != -1 and bad < 0:
+                bad = i
+    return bad

@@ -28,7 +28,7 @@ from ..features import (
     feature_of_position,
     row_alignment as alignment,
 )
-from ..row_formats import row_format
+from ..row_formats import RowFormat, row_format
 from .pooled_lookup import (
     row_units,
     table_values,
@@ -176,13 +176,48 @@ def _sequence(
         indices, offsets, features, at, ids, count, batch_size(offsets, count), width,
         BASE, ROWS, FIRST_ROW, FIELDS, count.bit_length() + 1, units.itemsize, _RESOLVE_IDS, align,
     )  # fmt: skip
+    _gather(units, scales, at, out, dim, kind, align)
+    return out
+
+
+def gather_values(
+    rows: Tensor,
+    begins: Tensor,
+    scales_at: Tensor,
+    dim: int,
+    format: str,
+    alignment_bytes: int,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Values [N, dim] of rows that lie anywhere in a buffer that holds their scales as well; for tensors of kernels.
+
+    Shapes: rows flat uint8; begins int64 [N], where a row's numbers begin, in bytes or in values of a format without
+    scales, -1 for a row of zeros; scales_at int64 [N] where its scale and bias do, in pairs of fp16 from the buffer's
+    beginning. `alignment_bytes` divides the addresses of all beginnings.
+    """
+    kind, ids = row_format(format), begins.shape[0]
+    out = torch.empty(ids, dim, dtype=output_dtype, device=rows.device)
+    if ids == 0:
+        return out
+    if rows.data_ptr() % 16:
+        rows = rows.clone()
+    # what the buffer ends with may be less than a value
+    units = row_units(rows if kind.parts else rows[: rows.shape[0] // 4 * 4], kind)
+    align = min(unit_alignment(dim, kind), max(1, alignment_bytes // units.itemsize))
+    at = torch.cat([torch.where(begins >= 0, begins // align, -1), scales_at])
+    scales = rows[: rows.shape[0] // 4 * 4].view(torch.float16)
+    _gather(units, scales, at, out, dim, kind, align)
+    return out
+
+
+def _gather(units: Tensor, scales: Tensor, at: Tensor, out: Tensor, dim: int, kind: RowFormat, align: int) -> None:
+    ids, width = out.shape[0], unit_count(dim, kind)
     block_n, block_u, warps = tuned_tile("gather_values", units, width, kind, align)
     grid = (triton.cdiv(ids, block_n), triton.cdiv(width, block_u))
     _gather_values_kernel[grid](
         units, scales, at, out, ids, dim, width, kind.bits, kind.parts, block_n, block_u, align,
         alignment(dim, out.itemsize), num_warps=warps, **UNFUSED,
     )  # fmt: skip
-    return out
 
 
 def _fake_sequence(

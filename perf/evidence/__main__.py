@@ -33,6 +33,7 @@ KNOWN = {
     "same_bits": ("same_bits.compare", ""),
     "fbgemm_ops": ("fbgemm.ops", "docs/beside_fbgemm_ops.md"),
     "fbgemm_cost": ("fbgemm.cost", "docs/fbgemm.md"),
+    "fbgemm_inference": ("fbgemm.inference_tables", "docs/beside_fbgemm_inference.md"),
 }
 
 

@@ -70,6 +70,7 @@ ROOMS: dict[str, set[str]] = {
     "embeddings/optim": {"embeddings", "embeddings/tables"},
     "embeddings/quant": {"embeddings", "embeddings/collections", "embeddings/managed_collision", "embeddings/tables"},
     "embeddings/tables": {"embeddings"},
+    "fbgemm/tables": {"fbgemm"},
     "kernels/cpu": {"kernels"},
     "kernels/jagged": {"kernels", "kernels/cpu", "kernels/lookup"},
     "kernels/lookup": {"kernels", "kernels/cpu"},
