@@ -38,7 +38,10 @@ class LookupPolicy:
             # a mode that no comparison knows would be taken for a lenient one
             if not isinstance(getattr(self, name), kind):
                 example = next(iter(kind))
-                raise TypeError(f"{name} must be a {kind.__name__}, {example} say, got {getattr(self, name)!r}")
+                say = f"{kind.__name__}.{example.name}"
+                raise TypeError(f"{name} must be a {kind.__name__}, {say} say, got {getattr(self, name)!r}")
+        # whoever compares it knows three modes
+        object.__setattr__(self, "bounds_check", self.bounds_check.effect)
         if self.output_dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"output_dtype must be float32, float16 or bfloat16, got {self.output_dtype}")
 

@@ -39,6 +39,10 @@ class EmbOptimType(Enum):
         return self.value
 
 
+# upstream's name of it where tables are made
+OptimType = EmbOptimType
+
+
 class SparseType(Enum):
     """The type of a table's numbers by FBGEMM's name."""
 
@@ -67,6 +71,21 @@ class SparseType(Enum):
                 return sparse_type
         raise ValueError(f"no table has numbers of type {dtype}: {', '.join(str(d[0]) for d in _DTYPES.values())} are")
 
+    @staticmethod
+    def from_int(ty: int) -> SparseType:
+        """The type of a number that FBGEMM's ops take; MX4 and NFP8 have others there than `as_int` gives.
+
+        Raises:
+            ValueError: no type has it.
+        """
+        if ty not in _OF_INT:
+            raise ValueError(f"no type of a table's numbers is {ty!r}: {', '.join(map(str, _OF_INT))} are")
+        return _OF_INT[ty]
+
+    def as_int(self) -> int:
+        """FBGEMM's number of it."""
+        return _AS_INT[self]
+
     def as_dtype(self) -> torch.dtype:
         """Torch's name of it; fp8 and mx4 of FBGEMM's own making are bytes to torch."""
         return _DTYPES[self][0] if self in _DTYPES else torch.uint8
@@ -74,6 +93,14 @@ class SparseType(Enum):
     def bit_rate(self) -> int:
         """Bits of a number."""
         return int(self.value.lstrip("bfimnptx"))
+
+    def align_size(self) -> int:
+        """Of how many numbers the length of a row is a multiple."""
+        return {4: 8, 2: 16, 8: 4, 16: 2, 32: 1}[self.bit_rate()]
+
+    def is_float(self) -> bool:
+        """Whether it is a floating type whose every number stands by itself."""
+        return self.value.lstrip("bn").startswith("fp") or self is SparseType.BF16
 
 
 # the first is what a type becomes, all of them become the type
@@ -86,6 +113,25 @@ _DTYPES = {
     SparseType.INT2: (torch.quint2x4,),
     SparseType.NFP8: (torch.float8_e4m3fn,),
 }
+_AS_INT = {
+    SparseType[name]: number
+    for number, name in enumerate(("FP32", "FP16", "INT8", "INT4", "INT2", "BF16", "FP8", "MX4", "NFP8"))
+}
+_OF_INT = {number: each for each, number in _AS_INT.items() if number < 7} | {8: SparseType.MX4, 9: SparseType.NFP8}
+
+
+def sparse_type_to_int(sparse_type: SparseType) -> int:
+    """FBGEMM's number of a type."""
+    return sparse_type.as_int()
+
+
+def sparse_type_int_to_dtype(ty: int) -> torch.dtype:
+    """Torch's name of the type of a number that FBGEMM's ops take.
+
+    Raises:
+        ValueError: no type has it.
+    """
+    return SparseType.from_int(ty).as_dtype()
 
 
 class EmbeddingLocation(IntEnum):
@@ -96,6 +142,60 @@ class EmbeddingLocation(IntEnum):
     MANAGED_CACHING = 2
     HOST = 3
     MTIA = 4
+
+    @classmethod
+    def str_values(cls) -> list[str]:
+        """All names, in small letters."""
+        return [each.name.lower() for each in cls]
+
+    @classmethod
+    def from_str(cls, key: str) -> EmbeddingLocation:
+        """The place of that name, in small letters.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if key not in cls.str_values():
+            raise ValueError(f"no EmbeddingLocation is called {key!r}: {', '.join(cls.str_values())} are")
+        return cls[key.upper()]
+
+    @classmethod
+    def from_device_and_clf(cls, device: torch.device, cache_load_factor: float) -> EmbeddingLocation:
+        """Where FBGEMM puts a table of which this part of the rows (0 to 1) is to be on the device.
+
+        Raises:
+            ValueError: it is no part, or the device neither a CPU nor CUDA.
+        """
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device must be a CPU or CUDA, got {device}")
+        if not 0 <= cache_load_factor <= 1:
+            raise ValueError(f"cache_load_factor must be from 0 to 1, got {cache_load_factor}")
+        if device.type == "cpu":
+            return cls.HOST
+        return {0.0: cls.MANAGED, 1.0: cls.DEVICE}.get(cache_load_factor, cls.MANAGED_CACHING)
+
+
+def get_new_embedding_location(device: torch.device, cache_load_factor: float) -> EmbeddingLocation:
+    """As `EmbeddingLocation.from_device_and_clf`."""
+    return EmbeddingLocation.from_device_and_clf(device, cache_load_factor)
+
+
+class ComputeDevice(IntEnum):
+    """What looks tables up."""
+
+    CPU = 0
+    CUDA = 1
+    MTIA = 2
+
+    @classmethod
+    def get_available(cls) -> ComputeDevice:
+        """CUDA where there is one, else the CPU."""
+        return cls.CUDA if torch.cuda.is_available() else cls.CPU
+
+
+def get_available_compute_device() -> ComputeDevice:
+    """As `ComputeDevice.get_available`."""
+    return ComputeDevice.get_available()
 
 
 def require_location(location: EmbeddingLocation | None, device: torch.device | str | None) -> None:
@@ -121,6 +221,18 @@ class PoolingMode(IntEnum):
         """Whether they become one at all."""
         return self is not PoolingMode.NONE
 
+    @classmethod
+    def from_str(cls, key: str) -> PoolingMode:
+        """The mode of that name, in small letters.
+
+        Raises:
+            ValueError: there is none.
+        """
+        names = [each.name.lower() for each in cls]
+        if key not in names:
+            raise ValueError(f"no PoolingMode is called {key!r}: {', '.join(names)} are")
+        return cls[key.upper()]
+
 
 class CacheAlgorithm(Enum):
     """Which row leaves a full cache: the least recently or the least frequently used."""
@@ -134,6 +246,23 @@ class MultiPassPrefetchConfig(NamedTuple):
 
     num_passes: int = 12
     min_splitable_pass_size: int = 6 * 1024 * 1024
+
+
+class EmbeddingSpecInfo(IntEnum):
+    """Places in the tuple that describes a quantized table."""
+
+    feature_names = 0
+    rows = 1
+    dims = 2
+    sparse_type = 3
+    embedding_location = 4
+
+
+class RecordCacheMetrics(NamedTuple):
+    """What is to be counted of caches, in all and by table."""
+
+    record_cache_miss_counter: bool
+    record_tablewise_cache_miss: bool
 
 
 class SplitState(NamedTuple):

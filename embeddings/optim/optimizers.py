@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from enum import Enum
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +23,18 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 
-class WeightDecayMode(Enum):
-    """How `weight_decay` enters a fused step: not at all, added to the gradient, or taken from the row by itself."""
+class WeightDecayMode(IntEnum):
+    """How `weight_decay` enters a fused step: not at all, added to the gradient, or taken from the row by itself.
+
+    FBGEMM has three more, which no rule takes.
+    """
 
     NONE = 0
     L2 = 1
     DECOUPLE = 2
+    COUNTER = 3
+    COWCLIP = 4
+    DECOUPLE_GLOBAL = 5
 
 
 _DECAYS = {WeightDecayMode.NONE: "none", WeightDecayMode.L2: "l2", WeightDecayMode.DECOUPLE: "decoupled"}
@@ -172,9 +178,9 @@ def _rule_of(optimizer_class: type[torch.optim.Optimizer], given: dict[str, Any]
 def _mode(mode: Any, table: str) -> WeightDecayMode:
     # FBGEMM's own enum has the same names
     name = str(getattr(mode, "name", mode)).upper()
-    if name not in WeightDecayMode.__members__:
-        known = ", ".join(WeightDecayMode.__members__)
-        raise ValueError(f"table {table!r}: unknown weight_decay_mode {mode!r}: expected one of {known}")
+    if name not in [known.name for known in _DECAYS]:
+        expected = ", ".join(known.name for known in _DECAYS)
+        raise ValueError(f"table {table!r}: unknown weight_decay_mode {mode!r}: expected one of {expected}")
     return WeightDecayMode[name]
 
 

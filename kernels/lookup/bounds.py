@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from enum import Enum
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -40,16 +40,27 @@ _INDEX = (torch.int32, torch.int64)
 _BLOCK = 64 if INTERPRETED else 256
 
 
-class BoundsCheckMode(Enum):
+class BoundsCheckMode(IntEnum):
     """The effect of an id outside its table: raise, warn once and count as no id, or silently count as no id.
 
-    NONE is TorchRec's name for reads that nobody checks; here it is IGNORE.
+    Members and values are FBGEMM's. NONE is its name for reads that nobody checks, and V2 another of its kernels; here
+    each of them is one of the three (`effect`).
     """
 
     FATAL = 0
     WARNING = 1
     IGNORE = 2
-    NONE = 2
+    NONE = 3
+    V2_IGNORE = 4
+    V2_WARNING = 5
+    V2_FATAL = 6
+
+    @property
+    def effect(self) -> BoundsCheckMode:
+        """The one of FATAL, WARNING and IGNORE that it is here."""
+        if self is BoundsCheckMode.NONE:
+            return BoundsCheckMode.IGNORE
+        return BoundsCheckMode[self.name.removeprefix("V2_")]
 
 
 def new_guard(device: torch.device | str = "cpu") -> Tensor:

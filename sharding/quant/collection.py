@@ -147,7 +147,9 @@ class ShardedQuantizedCollection(TableModule, ShardedModule[ServedBatch, FoundRo
         lookups: dict[BoundsCheckMode, list[tuple[str, QuantizedTable]]] = {}
         for one in served:
             planned = self._plan[one.table.name].bounds_check_mode
-            asked = (default or policy.bounds_check) if planned is None else bounds_check_mode(planned)
+            asked = policy.bounds_check if default is None else default
+            if planned is not None:
+                asked = bounds_check_mode(planned)
             lookups.setdefault(asked, []).extend((feature, one.table) for feature in one.features)
         checks = []
         for mode, those in lookups.items():

@@ -54,10 +54,10 @@ def bounds_check_mode(asked: object) -> BoundsCheckMode:
     Raises:
         ValueError: there is no such mode.
     """
-    name = str(getattr(asked, "name", asked)).removeprefix("V2_")
+    name = str(getattr(asked, "name", asked))
     if name not in BoundsCheckMode.__members__:
         raise ValueError(f"bounds check mode {asked!r} is not one of {', '.join(BoundsCheckMode.__members__)}")
-    return BoundsCheckMode[name]
+    return BoundsCheckMode[name].effect
 
 
 def fused_param_bounds_check_mode(fused_params: Mapping[str, Any] | None) -> BoundsCheckMode | None:
