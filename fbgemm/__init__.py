@@ -7,10 +7,13 @@ table of names. A file of this folder holds a family of ops; registry.py says wh
 if __name__ == "fbgemm":
     raise ImportError("import shardwise.fbgemm: 'fbgemm' alone would be a second copy of it")
 
+from . import calibrate as _calibrate
 from . import cumsum as _cumsum
+from . import quantize_floats as _quantize_floats
+from . import quantize_rows as _quantize_rows
 from .registry import OPS, Op, register_ops, registered_ops
 
 __all__ = ["OPS", "Op", "register_ops", "registered_ops"]
 
 # imported for the ops that they define
-del _cumsum
+del _calibrate, _cumsum, _quantize_floats, _quantize_rows
