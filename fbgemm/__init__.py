@@ -10,6 +10,7 @@ if __name__ == "fbgemm":
 
 from . import (
     bucketize as _bucketize,
+    calibrate as _calibrate,
     collective as _collective,
     combine as _combine,
     cumsum as _cumsum,
@@ -19,6 +20,8 @@ from . import (
     lookup as _lookup,
     nbit_lookup as _nbit_lookup,
     permute as _permute,
+    quantize_floats as _quantize_floats,
+    quantize_rows as _quantize_rows,
     regroup as _regroup,
     reorder as _reorder,
 )
@@ -29,6 +32,7 @@ __all__ = ["OPS", "Op", "load_ops", "register_ops", "registered_ops"]
 # imported for the ops that they define
 del (
     _bucketize,
+    _calibrate,
     _collective,
     _combine,
     _cumsum,
@@ -38,6 +42,8 @@ del (
     _lookup,
     _nbit_lookup,
     _permute,
+    _quantize_floats,
+    _quantize_rows,
     _regroup,
     _reorder,
 )

@@ -2,6 +2,7 @@
 
 from . import (
     calls_bucketize as _calls_bucketize,
+    calls_calibrate as _calls_calibrate,
     calls_collective as _calls_collective,
     calls_combine as _calls_combine,
     calls_cumsum as _calls_cumsum,
@@ -11,6 +12,8 @@ from . import (
     calls_lookup as _calls_lookup,
     calls_nbit_lookup as _calls_nbit_lookup,
     calls_permute as _calls_permute,
+    calls_quantize_floats as _calls_quantize_floats,
+    calls_quantize_rows as _calls_quantize_rows,
     calls_regroup as _calls_regroup,
     calls_reorder as _calls_reorder,
 )
@@ -21,6 +24,7 @@ __all__ = ["CALLS", "Call", "Draw", "draw_call"]
 # imported for the calls that they draw
 del (
     _calls_bucketize,
+    _calls_calibrate,
     _calls_collective,
     _calls_combine,
     _calls_cumsum,
@@ -30,6 +34,8 @@ del (
     _calls_lookup,
     _calls_nbit_lookup,
     _calls_permute,
+    _calls_quantize_floats,
+    _calls_quantize_rows,
     _calls_regroup,
     _calls_reorder,
 )

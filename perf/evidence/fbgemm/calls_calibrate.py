@@ -1,0 +1,34 @@
+"""Calls of histogram binning."""
+
+from __future__ import annotations
+
+import torch
+
+from .draw import Call, Draw, calls
+
+
+@calls(
+    "histogram_binning_calibration",
+    "histogram_binning_calibration_by_feature",
+    "generic_histogram_binning_calibration_by_feature",
+)
+def _calibration(draw: Draw) -> Call:
+    count, bins, segments = draw.below(20), draw.between(1, 12), draw.between(1, 4)
+    by_feature, generic = draw.op.endswith("by_feature"), draw.op.startswith("generic")
+    logit = draw.floats(count, draw.choice((torch.float32, torch.float32, torch.float16)), scale=4.0)
+    given: list[object] = [draw.layout(logit)]
+    if by_feature:
+        lengths = draw.ints(count, 0, 1, draw.index_dtype())
+        values = draw.ints(int(lengths.sum()), 0, segments - 1, lengths.dtype)
+        given += [draw.layout(values), draw.layout(lengths), segments]
+    size = bins * (segments + 1) if by_feature else bins
+    examples = draw.ints(size, 0, 1000).double()
+    positives = (examples * draw.floats(size, torch.float64, scale=1.0).abs()).floor()
+    given += [draw.layout(examples), draw.layout(positives)]
+    weight = draw.choice((1.0, 0.4, 2.5))
+    if generic:
+        borders = draw.floats(bins - 1, torch.float64, scale=1.0).abs().sort().values
+        given += [draw.layout(borders), weight]
+    else:
+        given += [*([bins] if by_feature else []), weight, *draw.choice(((0.0, 1.0), (0.1, 0.8)))]
+    return Call([*given, draw.choice((0, 10, 500)), draw.choice((1.0, 0.999, 0.5))], packed=True)
