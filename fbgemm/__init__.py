@@ -7,10 +7,10 @@ table of names. A file of this folder holds a family of ops; registry.py says wh
 if __name__ == "fbgemm":
     raise ImportError("import shardwise.fbgemm: 'fbgemm' alone would be a second copy of it")
 
-from . import cumsum as _cumsum, jagged as _jagged, jagged_dense as _jagged_dense
+from . import cumsum as _cumsum, jagged as _jagged, jagged_dense as _jagged_dense, select as _select
 from .registry import OPS, Op, register_ops, registered_ops
 
 __all__ = ["OPS", "Op", "register_ops", "registered_ops"]
 
 # imported for the ops that they define
-del _cumsum, _jagged, _jagged_dense
+del _cumsum, _jagged, _jagged_dense, _select
