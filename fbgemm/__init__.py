@@ -24,6 +24,7 @@ from . import (
     quantize_rows as _quantize_rows,
     regroup as _regroup,
     reorder as _reorder,
+    select as _select,
 )
 from .registry import OPS, Op, load_ops, register_ops, registered_ops
 
@@ -46,6 +47,7 @@ del (
     _quantize_rows,
     _regroup,
     _reorder,
+    _select,
 )
 
 load_ops()

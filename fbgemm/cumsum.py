@@ -79,6 +79,27 @@ def repeat_arange(lengths: Tensor) -> Tensor:
     return lengths_range(lengths)
 
 
+@op("jagged_hash_size_cumsum(Tensor offsets, Tensor indices, int batch_size) -> (Tensor, Tensor)")
+def jagged_hash_size_cumsum(offsets: Tensor, indices: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
+    """Tables just large enough for the indices [N] of T keys, as `jagged_unique_indices` takes them.
+
+    Shapes: offsets [T*B + 1], batch_size B.
+
+    Returns:
+        the rows of all tables before each [T + 1], and the number of tables before each [T + 1], one for each key.
+    """
+    if batch_size < 1 or offsets.shape[0] % batch_size != 1 % batch_size:
+        raise ValueError(
+            f"offsets must be [keys * {batch_size} + 1] for batch_size {batch_size}, got {offsets.shape[0]}"
+        )
+    ends = offsets[batch_size::batch_size].contiguous()  # [T] of keys in indices
+    place = torch.arange(indices.shape[0], dtype=ends.dtype, device=indices.device)
+    key = torch.searchsorted(ends, place, right=True)  # [N], T past the last offset
+    rows = offsets.new_zeros(ends.shape[0] + 1).scatter_reduce(0, key, (indices + 1).to(offsets.dtype), "amax")
+    numbers = torch.arange(ends.shape[0] + 1, dtype=offsets.dtype, device=offsets.device)
+    return kernels.complete_cumsum(rows[:-1]), numbers
+
+
 def _numel(shape: Sequence[int]) -> int:
     size = 1
     for each in shape:

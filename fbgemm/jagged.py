@@ -217,6 +217,8 @@ def get_source_mask(num_sources: Tensor, num_targets: Tensor, output_size: int) 
             f"num_sources and num_targets must have one shape [B], got {list(num_sources.shape)} and"
             f" {list(num_targets.shape)}"
         )
+    if isinstance(output_size, int) and output_size < 0:
+        raise ValueError(f"output_size must not be negative, got {output_size}")
     sizes = num_sources + num_targets
     return _inside(kernels.complete_cumsum(sizes)[:-1], num_sources, output_size)
 

@@ -16,6 +16,7 @@ from . import (
     calls_quantize_rows as _calls_quantize_rows,
     calls_regroup as _calls_regroup,
     calls_reorder as _calls_reorder,
+    calls_select as _calls_select,
 )
 from .draw import CALLS, Call, Draw, draw_call
 
@@ -38,4 +39,5 @@ del (
     _calls_quantize_rows,
     _calls_regroup,
     _calls_reorder,
+    _calls_select,
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from .draw import Call, Draw, calls
@@ -45,3 +48,17 @@ def _lengths_range(draw: Draw) -> Call:
     if draw.op == "lengths_range" and draw.coin():
         return Call([draw.layout(lengths), [int(lengths.sum())]])
     return Call([draw.layout(lengths)], packed=True)
+
+
+@calls("jagged_hash_size_cumsum")
+def _hash_sizes(draw: Draw) -> Call:
+    keys, batch, dtype = draw.between(1, 4), draw.between(1, 4), draw.index_dtype()
+    offsets = draw.offsets(draw.lengths(keys * batch, dtype=dtype))
+    indices = draw.ints(int(offsets[-1]), 0, 9, dtype)
+
+    def expected() -> Sequence[Any]:
+        ends = offsets[::batch].tolist()
+        rows = [max([-1, *indices[ends[key] : ends[key + 1]].tolist()]) + 1 for key in range(keys)]
+        return [draw.offsets(torch.tensor(each, dtype=dtype)) for each in (rows, [1] * keys)]
+
+    return Call([draw.layout(offsets), draw.layout(indices), batch], expected=expected)
