@@ -7,10 +7,12 @@ table of names. A file of this folder holds a family of ops; registry.py says wh
 if __name__ == "fbgemm":
     raise ImportError("import shardwise.fbgemm: 'fbgemm' alone would be a second copy of it")
 
-from . import calibrate as _calibrate
-from . import cumsum as _cumsum
-from . import quantize_floats as _quantize_floats
-from . import quantize_rows as _quantize_rows
+from . import (
+    calibrate as _calibrate,
+    cumsum as _cumsum,
+    quantize_floats as _quantize_floats,
+    quantize_rows as _quantize_rows,
+)
 from .registry import OPS, Op, register_ops, registered_ops
 
 __all__ = ["OPS", "Op", "register_ops", "registered_ops"]

@@ -1,9 +1,11 @@
 """FBGEMM's ops as we serve them beside its own: random calls of each, and the comparison."""
 
-from . import calls_calibrate as _calls_calibrate
-from . import calls_cumsum as _calls_cumsum
-from . import calls_quantize_floats as _calls_quantize_floats
-from . import calls_quantize_rows as _calls_quantize_rows
+from . import (
+    calls_calibrate as _calls_calibrate,
+    calls_cumsum as _calls_cumsum,
+    calls_quantize_floats as _calls_quantize_floats,
+    calls_quantize_rows as _calls_quantize_rows,
+)
 from .draw import CALLS, Call, Draw, draw_call
 
 __all__ = ["CALLS", "Call", "Draw", "draw_call"]
