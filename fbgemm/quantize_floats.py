@@ -53,7 +53,7 @@ def _fp8_rows(rows: Tensor, least: float, forward: bool) -> tuple[Tensor, Tensor
 
 @op("FloatToFP8RowwiseQuantized(Tensor t, bool forward) -> Tensor")
 def float_to_fp8_rows(t: Tensor, forward: bool) -> Tensor:
-    """Rows [..., D] as rows of 8-bit floats [..., D, rounded up to a multiple of 4, + 8], an fp32 scale and 0 behind."""
+    """Rows [..., D] as rows of 8-bit floats [..., W + 8], W the multiple of 4 from D on; behind, fp32 scale and 0."""
     require_floats("t", t)
     if t.dim() < 2:
         raise ValueError(f"t must have at least 2 dimensions, got shape {list(t.shape)}")
@@ -138,13 +138,14 @@ def padded_fp8_rows_to_float(
     *outer, width = input.shape
     if width % (row_dim + _EXTRA):
         raise ValueError(
-            f"input must have a multiple of row_dim + {_EXTRA} = {row_dim + _EXTRA} bytes a row, got {list(input.shape)}"
+            f"input must have a multiple of row_dim + {_EXTRA} = {row_dim + _EXTRA} bytes a row, got shape"
+            f" {list(input.shape)}"
         )
     rows = input.flatten(0, -2) if outer else input[None]
     count, parts = rows.shape[0], width // (row_dim + _EXTRA)
     if count == 0 or parts == 0:
         return input.new_zeros((*outer, max(output_last_dim, 0)), dtype=dtype)
-    split = rows.view(count, parts, row_dim + _EXTRA) if rows.is_contiguous() else rows.unflatten(1, (parts, -1))
+    split = rows.reshape(count, parts, row_dim + _EXTRA)
     scale = from_bytes(split[..., row_dim : row_dim + 4], torch.float32)
     surplus = from_bytes(split[0, :, row_dim + 4 :], torch.int32)[:, 0].clamp(0, row_dim)
     ends = (row_dim - surplus).cumsum(0)
@@ -236,8 +237,9 @@ def float_to_msfp(
     rows, dim = input.shape
     magnitude = input.abs()
     fields = _exponent_field(magnitude)
-    boxes = pad(fields, (0, -dim % bounding_box_size)).unflatten(1, (-1, bounding_box_size)) if dim else fields
-    shared = (boxes.amax(2).repeat_interleave(bounding_box_size, 1)[:, :dim] if dim else fields) - 127
+    count = (dim + bounding_box_size - 1) // bounding_box_size
+    boxes = pad(fields, (0, count * bounding_box_size - dim)).view(rows, count, bounding_box_size)
+    shared = boxes.amax(2, keepdim=True).expand_as(boxes).reshape(rows, count * bounding_box_size)[:, :dim] - 127
     # in the middle of fp32's range nothing overflows
     shift = torch.where(fields >= 127, -32, 32)
     moved = torch.where(fields >= 127, magnitude * 2.0**-32, magnitude * 2.0**32)

@@ -7,6 +7,8 @@ lowest bits. Rows on CUDA have the bytes that they have on the CPU: no column is
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -156,7 +158,7 @@ def fused_8bit_to_float_mixed_dim(input: Tensor, D_offsets: Tensor, output_dtype
     width = input.shape[1]
     if D_offsets.is_cpu:
         offsets = D_offsets.tolist()
-        if offsets[0] != 0 or offsets[-1] != width or any(b - a < _SINGLE for a, b in zip(offsets, offsets[1:])):
+        if offsets[0] != 0 or offsets[-1] != width or any(b - a < _SINGLE for a, b in pairwise(offsets)):
             raise ValueError(f"D_offsets must lead from 0 to {width} in steps of {_SINGLE} or more, got {offsets}")
     ends = D_offsets[1:].to(input.device, torch.int64)
     at = (ends[:, None] + torch.arange(-_SINGLE, 0, device=input.device)).clamp(0, width - 1)
@@ -189,7 +191,10 @@ def _quantize_nbit(rows: Tensor, bit_rate: int, min_max: Tensor | None = None) -
         packed, scales = torch.ops.shardwise.quantize_rows(rows, _QUANTIZED[bit_rate], torch.float16)
     else:
         values = rows.float()
-        low, high = values.aminmax(dim=1, keepdim=True) if min_max is None else min_max.float().split(1, 1)
+        if min_max is None:
+            low, high = values.aminmax(dim=1, keepdim=True)
+        else:
+            low, high = min_max[:, :1].float(), min_max[:, 1:].float()
         packed, scales = _packed(values, low, high, bit_rate, per_byte)
     return torch.cat([packed, as_bytes(scales)], 1)
 

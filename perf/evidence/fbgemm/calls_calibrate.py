@@ -21,6 +21,7 @@ def _calibration(draw: Draw) -> Call:
         lengths = draw.ints(count, 0, 1, draw.index_dtype())
         values = draw.ints(int(lengths.sum()), 0, segments - 1, lengths.dtype)
         given += [draw.layout(values), draw.layout(lengths), segments]
+    difference = ""
     size = bins * (segments + 1) if by_feature else bins
     examples = draw.ints(size, 0, 1000).double()
     positives = (examples * draw.floats(size, torch.float64, scale=1.0).abs()).floor()
@@ -30,5 +31,9 @@ def _calibration(draw: Draw) -> Call:
         borders = draw.floats(bins - 1, torch.float64, scale=1.0).abs().sort().values
         given += [draw.layout(borders), weight]
     else:
-        given += [*([bins] if by_feature else []), weight, *draw.choice(((0.0, 1.0), (0.1, 0.8)))]
-    return Call([*given, draw.choice((0, 10, 500)), draw.choice((1.0, 0.999, 0.5))], packed=True)
+        low, high = draw.choice(((0.0, 1.0), (0.0, 1.25))) if draw.seed < 4 or draw.coin(0.7) else (0.1, 0.8)
+        # FBGEMM counts bins from 0 and takes numbers behind the last one
+        difference = "predictions beyond bounds of bins" if low > 0 else ""
+        given += [*([bins] if by_feature else []), weight, low, high]
+    given += [draw.choice((0, 10, 500)), draw.choice((1.0, 0.999, 0.5))]
+    return Call(given, packed=True, difference=difference)

@@ -8,23 +8,18 @@ import struct
 import torch
 from torch import Tensor
 
-from .calls_quantize_rows import rows
+from .calls_quantize_rows import rare, rounded, rows
 from .draw import Call, Draw, calls
 
 _FLOAT_TYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}
 _EPSILON = 1e-20
 
 
-def _rare(draw: Draw, chance: float) -> bool:
-    """True with this chance, but in none of the calls whose results are recorded."""
-    return draw.seed >= 4 and draw.coin(chance)
-
-
 @calls("FloatToBfloat16Quantized", "Bfloat16QuantizedToFloat")
 def _bfloat16(draw: Draw) -> Call:
     shape = [draw.below(6) for _ in range(draw.below(4))]
     dtype = torch.float32 if draw.op.startswith("Float") else torch.bfloat16
-    if _rare(draw, 0.05):
+    if rare(draw, 0.05):
         return Call([draw.floats(3, torch.float16)], "another dtype")
     values = draw.floats(shape, dtype, scale=draw.choice((1e-3, 2.0, 1e6)))
     if dtype == torch.float32 and draw.coin(0.3):
@@ -38,19 +33,14 @@ def _kind(forward: bool) -> tuple[int, int, float]:
     return (4, 15, 0.9375) if forward else (5, 31, 0.875)
 
 
-def _single(x: float) -> float:
-    """The nearest fp32 number."""
-    return float(struct.unpack("<f", struct.pack("<f", x))[0])
-
-
 def _value(code: int, ebits: int, bias: int) -> float:
     """The number that an 8-bit float is."""
     mbits = 7 - ebits
-    exponent, mantissa = code % 128 >> mbits, code % 2**mbits
+    exponent, mantissa = code % 128 >> mbits, code % (1 << mbits)
     size = (
         mantissa * 2.0 ** (1 - bias - mbits)
         if exponent == 0
-        else (2**mbits + mantissa) * 2.0 ** (exponent - bias - mbits)
+        else ((1 << mbits) + mantissa) * 2.0 ** (exponent - bias - mbits)
     )
     return -size if code >= 128 else size
 
@@ -65,8 +55,8 @@ def _code(x: float, forward: bool) -> int:
 
 def _scale(part: list[float], forward: bool, least: float) -> float:
     """The fp32 scale of a row or a part of one."""
-    largest = max([_single(least), *(abs(x) for x in part)])
-    return _single(_kind(forward)[2] / _single(_single(_EPSILON) + largest))
+    largest = max([rounded(least), *(abs(x) for x in part)])
+    return rounded(_kind(forward)[2] / rounded(rounded(_EPSILON) + largest))
 
 
 def _bytes(rows_: list[list[int]], shape: list[int]) -> Tensor:
@@ -84,7 +74,7 @@ def _to_fp8(draw: Draw) -> Call:
         out = []
         for row in values.reshape(-1, shape[-1]).tolist() if values.numel() else []:
             scale = _scale(row, forward, _EPSILON)
-            codes = [_code(_single(x * scale), forward) for x in row]
+            codes = [_code(rounded(x * scale), forward) for x in row]
             out.append([*codes, *[0] * (width - len(row)), *struct.pack("<2f", scale, 0.0)])
         made = [*shape[:-1], width + 8]
         return [_bytes(out, made) if out else torch.zeros(made, dtype=torch.uint8)]
@@ -123,7 +113,7 @@ def _padded(row: list[float], row_dim: int, forward: bool, single: bool) -> list
         surplus = row_dim - len(numbers)
         if part < parts - 1:
             surplus = part - (parts - 1) if single else -((len(row) - part * row_dim) // row_dim)
-        codes = [_code(_single(x * scale), forward) for x in numbers]
+        codes = [_code(rounded(x * scale), forward) for x in numbers]
         out += [*codes, *[0] * (row_dim - len(numbers)), *struct.pack("<fi", scale, surplus)]
     return out
 
@@ -166,7 +156,7 @@ def _from_padded_fp8(draw: Draw) -> Call:
     def expected() -> list[Tensor]:
         ebits, bias, _ = _kind(forward)
         by_piece = [
-            [_value(_code(_single(x * s), forward), ebits, bias) / s for x, s in zip(row, scale, strict=True)]
+            [_value(_code(rounded(x * s), forward), ebits, bias) / s for x, s in zip(row, scale, strict=True)]
             for row, scale in zip([row for piece in numbers for row in piece], scaled, strict=True)
         ]
         count = math.prod(outer)
@@ -185,7 +175,7 @@ def _hfp8(draw: Draw) -> Call:
     ebits = draw.choice((4, 5, 4, 5, 2, 3, 6))
     bias = draw.choice((2 ** (ebits - 1) - 1, 2**ebits - 1))
     shape = [draw.below(6), draw.below(9)]
-    if _rare(draw, 0.04):
+    if rare(draw, 0.04):
         shape = shape[:1]
     if draw.op == "HFP8QuantizedToFloat":
         return Call([draw.layout(draw.ints(shape, 0, 255, torch.uint8)), ebits, bias], packed=True)
@@ -211,7 +201,7 @@ def _msfp(draw: Draw) -> Call:
 
     def expected() -> list[Tensor]:
         out = [
-            _shared(row[at : at + box], mbits, bias, _single(most))
+            _shared(row[at : at + box], mbits, bias, rounded(most))
             for row in values.tolist()
             for at in range(0, len(row), box)
         ]

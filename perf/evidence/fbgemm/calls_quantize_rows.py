@@ -16,7 +16,7 @@ _BF16 = "bf16 rows"
 _EMPTY = "rows of no column"
 
 
-def _rare(draw: Draw, chance: float) -> bool:
+def rare(draw: Draw, chance: float) -> bool:
     """True with this chance, but in none of the calls whose results are recorded."""
     return draw.seed >= 4 and draw.coin(chance)
 
@@ -51,12 +51,12 @@ def _to_8bit(draw: Draw) -> Call:
     named = {"Float": (torch.float32,), "Half": (torch.float16,)}
     dtypes = named.get(draw.op.partition("To")[0], (torch.float32, torch.float16))
     dtype, difference = draw.choice(dtypes), ""
-    if _rare(draw, 0.05):
+    if rare(draw, 0.05):
         dtype = torch.bfloat16 if len(dtypes) == 2 else draw.choice((torch.float32, torch.float16, torch.bfloat16))
         difference = "" if dtype in dtypes else _BF16 if len(dtypes) == 2 else _MEMORY
-    if _rare(draw, 0.03):
+    if rare(draw, 0.03):
         shape[-1], difference = 0, _EMPTY
-    if _rare(draw, 0.03):
+    if rare(draw, 0.03):
         return Call([draw.floats(4)], "one dimension")
     return Call([draw.layout(rows(draw, shape, dtype))], packed=True, difference=difference)
 
@@ -70,7 +70,7 @@ def fused(draw: Draw, shape: Sequence[int], scale: torch.dtype, *, last: bool = 
 
 @calls("Fused8BitRowwiseQuantizedToFloat", "Fused8BitRowwiseQuantizedToHalf", "Fused8BitRowwiseQuantizedToBfloat16")
 def _from_8bit(draw: Draw) -> Call:
-    if _rare(draw, 0.05):
+    if rare(draw, 0.05):
         return Call([draw.choice((draw.ints(16, 0, 9, torch.uint8), draw.floats((2, 16))))], "bad rows")
     width = 0 if draw.coin(0.05) else draw.between(1, 40)
     return Call([draw.layout(fused(draw, [*_outer(draw), width], torch.float32))], packed=True)
@@ -80,10 +80,10 @@ def _from_8bit(draw: Draw) -> Call:
 def _from_8bit_or_half(draw: Draw) -> Call:
     single, last = draw.coin(0.8), draw.coin()
     # fp16 scales are in front alone
-    last = last and (single or _rare(draw, 0.3))
+    last = last and (single or rare(draw, 0.3))
     dtype = torch.float32 if single else torch.float16
     bytes_ = fused(draw, [*_outer(draw), draw.below(40)], dtype, last=last)
-    output_dtype = draw.choice((2, 7)) if _rare(draw, 0.1) else draw.choice((0, 1, 5))
+    output_dtype = draw.choice((2, 7)) if rare(draw, 0.1) else draw.choice((0, 1, 5))
     if single and last and draw.coin():
         return Call([draw.layout(bytes_), *([output_dtype] if output_dtype else [])], packed=True)
     return Call([draw.layout(bytes_), output_dtype, last, single], packed=True)
@@ -115,15 +115,16 @@ def _nbit_rate(draw: Draw) -> int:
 )
 def _to_nbit(draw: Draw) -> Call:
     bit_rate, count, difference = _nbit_rate(draw), draw.below(6), ""
+    expected: Callable[[], Sequence[Tensor]] | None = None
     named = {"Float": (torch.float32,), "Half": (torch.float16,)}
     dtypes = named.get(draw.op.partition("To")[0], (torch.float32, torch.float16))
     dtype = draw.choice(dtypes)
     columns = draw.between(1, 9) * 2 * (8 // bit_rate)
-    if _rare(draw, 0.03):
+    if rare(draw, 0.03):
         columns += 1
-    elif _rare(draw, 0.03):
+    elif rare(draw, 0.03):
         columns, difference = 0, _EMPTY
-    if _rare(draw, 0.05):
+    if rare(draw, 0.05):
         dtype = torch.bfloat16 if len(dtypes) == 2 else draw.choice((torch.float32, torch.float16, torch.bfloat16))
         difference = "" if dtype in dtypes else _BF16 if len(dtypes) == 2 else _MEMORY
     if columns % (2 * (8 // bit_rate)):
@@ -135,16 +136,18 @@ def _to_nbit(draw: Draw) -> Call:
         if draw.coin():
             # cuts values, or leaves numbers unused
             ends = ends * draw.choice((0.5, 1.5))
-        if _rare(draw, 0.05):
-            ends = ends[:, :1]
-            difference = ""
+        if rare(draw, 0.05):
+            ends, difference = ends[:, :1], ""
+        elif bit_rate not in (2, 4) and columns % (2 * (8 // bit_rate)) == 0 and not difference:
+            # there FBGEMM takes the ends of the rows themselves
+            expected = lambda: [_quantized(values, ends, bit_rate)]  # noqa: E731
         given.append(draw.layout(ends))
-    return Call(given, packed=True, difference=difference)
+    return Call(given, packed=True, difference=difference, expected=expected)
 
 
 @calls("FusedNBitRowwiseQuantizedSBHalfToFloat", "FusedNBitRowwiseQuantizedSBHalfToHalf")
 def _from_nbit(draw: Draw) -> Call:
-    if _rare(draw, 0.05):
+    if rare(draw, 0.05):
         return Call([draw.choice((draw.ints(16, 0, 9, torch.uint8), draw.floats((2, 16)))), 4], "bad rows")
     return Call(
         [draw.layout(fused(draw, [draw.below(6), draw.below(20)], torch.float16)), _nbit_rate(draw)], packed=True
@@ -186,3 +189,22 @@ def _in_python(bytes_: Tensor, bits: int, scales: str, *, last: bool) -> list[li
 
 def _as_rows(values: list[list[float]], columns: int, output_dtype: int) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).view(len(values), columns).to(_FLOAT_TYPES[output_dtype])
+
+
+def _quantized(values: Tensor, ends: Tensor, bits: int) -> Tensor:
+    """Rows [R, D] as N-bit rows between ends [R, 2], with fp16 scale and bias behind."""
+    out, per_byte, levels = [], 8 // bits, 2**bits - 1
+    for row, (low, high) in zip(values.tolist(), ends.tolist(), strict=True):
+        bias = rounded(low, "e")
+        scale = rounded(rounded(rounded(high - bias) / levels), "e") or 1.0
+        numbers = [round(rounded(rounded(x - bias) * rounded(1 / scale))) for x in row]
+        numbers = [min(max(number, 0), levels) for number in numbers]
+        for at in range(0, len(row), per_byte):
+            out.append(sum(number << (place * bits) for place, number in enumerate(numbers[at : at + per_byte])))
+        out += struct.pack("<2e", scale, bias)
+    return torch.tensor(out, dtype=torch.uint8).view(len(values), values.shape[1] // per_byte + 4)
+
+
+def rounded(x: float, dtype: str = "f") -> float:
+    """The nearest number of a dtype as struct names it: fp32, or fp16 ("e")."""
+    return float(struct.unpack(f"<{dtype}", struct.pack(f"<{dtype}", x))[0])
