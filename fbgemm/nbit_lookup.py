@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..kernels import quantize_pooled
-from ..kernels.quantized.fused_lookup import (
+from ..kernels import (
     MINIFLOAT,
     FusedTable,
     FusedTables,
     fused_pooled_lookup,
     fused_rows,
     fused_sequence_lookup,
+    quantize_pooled,
 )
 from .registry import op
 

@@ -56,6 +56,7 @@ from .jagged.vector_product import jagged_vector_product
 from .lookup.bounds import (
     BoundsCheckMode,
     check_ids,
+    ids_pass,
     is_clean,
     new_guard,
     raise_from_guard,
@@ -65,6 +66,14 @@ from .lookup.finite import check_gradient, describe_gradient, describe_weight
 from .lookup.pooled import pooled_lookup
 from .lookup.sequence import sequence_lookup
 from .lookup.weight_gradient import per_id_weight_gradient
+from .quantized.fused_lookup import (
+    MINIFLOAT,
+    FusedTable,
+    FusedTables,
+    fused_pooled_lookup,
+    fused_rows,
+    fused_sequence_lookup,
+)
 from .quantized.pooled import dequantize_pooled, quantize_pooled
 from .quantized.pooled_lookup import quantized_pooled_lookup
 from .quantized.rows import dequantize_rows, quantize_rows
@@ -77,12 +86,15 @@ from .update.update import fused_update
 
 __all__ = [
     "DECAYS",
+    "MINIFLOAT",
     "ROW_FORMATS",
     "RULES",
     "BoundsCheckMode",
     "Bucketized",
     "Calibrated",
     "Feature",
+    "FusedTable",
+    "FusedTables",
     "JaggedUnique",
     "RegroupPlan",
     "RowFormat",
@@ -102,10 +114,14 @@ __all__ = [
     "describe_weight",
     "expand_into_jagged_permute",
     "flatten_segments",
+    "fused_pooled_lookup",
+    "fused_rows",
+    "fused_sequence_lookup",
     "fused_update",
     "generic_histogram_binning_calibration_by_feature",
     "histogram_binning_calibration",
     "histogram_binning_calibration_by_feature",
+    "ids_pass",
     "invert_permute",
     "is_clean",
     "jagged_dense_add",

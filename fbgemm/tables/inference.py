@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ...embeddings.optim.fbgemm_types import CacheAlgorithm, EmbeddingLocation, PoolingMode, SparseType
+from ...kernels import BoundsCheckMode
 from ...kernels.features import same_length
-from ...kernels.lookup.bounds import BoundsCheckMode
 from ..nbit_lookup import OUTPUTS, int_nbit_split_embedding_codegen_lookup_function
 from . import inference_ids
 from .inference_layout import (
@@ -34,6 +34,8 @@ from .inference_layout import (
 __all__ = ["IntNBitTableBatchedEmbeddingBagsCodegen"]
 
 _OP = "int_nbit_split_embedding_codegen_lookup_function"
+# what a compiler calls where the op is not registered
+_outside_graphs: Any = torch.compiler.disable(int_nbit_split_embedding_codegen_lookup_function)  # type: ignore[no-untyped-call]
 # SparseType -> its number as the type of outputs
 _OUTPUT_NUMBERS = {"FP32": 0, "FP16": 1, "INT8": 2, "BF16": 5}
 # bits of the exponent of fp8, and its bias, where none are given
@@ -173,7 +175,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             self.assign_embedding_weights(weight_lists)
         if index_remapping:
             self.set_index_remappings(index_remapping, pruning_hash_load_factor, use_array_for_index_remapping)
-        # a compiler takes the op where there is one, and a graph ends at a function that reads values
+        # a compiler takes the op where there is one
         self._has_op = bool(torch._C._jit_get_schemas_for_operator(f"fbgemm::{_OP}"))
 
     def _register_tables(self) -> None:
@@ -219,10 +221,10 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             indices, offsets = self._checked(self.original_rows_per_table, indices, offsets)
             indices = self._remapped(indices, offsets)
         indices, offsets = self._checked(self.rows_per_table, indices, offsets)
-        lookup = int_nbit_split_embedding_codegen_lookup_function
-        if self._has_op and torch.compiler.is_compiling():
-            lookup = getattr(torch.ops.fbgemm, _OP)
-        return lookup(
+        lookup: Any = int_nbit_split_embedding_codegen_lookup_function
+        if torch.compiler.is_compiling():
+            lookup = getattr(torch.ops.fbgemm, _OP) if self._has_op else _outside_graphs
+        output: Tensor = lookup(
             dev_weights=self.weights_host if self.host_size > 0 else self.weights_dev,
             uvm_weights=self.weights_uvm,
             weights_placements=self.weights_placements,
@@ -245,6 +247,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             fp8_exponent_bits=self.fp8_exponent_bits,
             fp8_exponent_bias=self.fp8_exponent_bias,
         )
+        return output
 
     def _checked(self, rows: Tensor, indices: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         mode = next(name for name, number in inference_ids.MODES.items() if number == self.bounds_check_mode_int)

@@ -43,6 +43,15 @@ LOOKUPS = {
     *("pack_features", "per_id_weight_gradient", "pooled_lookup", "raise_from_guard", "require_ids", "rule_named"),
     *("sequence_lookup", "table_rows", "update_index", "capturing"),
     *("ROW_FORMATS", "RowFormat", "row_format", "quantize_rows", "dequantize_rows", "quantized_pooled_lookup"),
+    *(
+        "MINIFLOAT",
+        "FusedTable",
+        "FusedTables",
+        "fused_pooled_lookup",
+        "fused_rows",
+        "fused_sequence_lookup",
+        "ids_pass",
+    ),
     *("use_configs", "quantized_sequence_lookup", "quantize_pooled", "dequantize_pooled"),
 }
 
