@@ -15,6 +15,17 @@ from .optimizer_settings import (
     TailIdThreshold,
     UserEnabledConfigDefinition,
 )
+from .requests import (
+    TBERequest,
+    b_indices,
+    generate_requests,
+    get_device,
+    get_offsets_from_dense,
+    get_table_batched_offsets_from_dense,
+    round_up,
+    tensor_to_device,
+    to_device,
+)
 from .training import SplitTableBatchedEmbeddingBagsCodegen
 
 __all__ = [
@@ -30,6 +41,15 @@ __all__ = [
     "LearningRateMode",
     "SplitTableBatchedEmbeddingBagsCodegen",
     "StepMode",
+    "TBERequest",
     "TailIdThreshold",
     "UserEnabledConfigDefinition",
+    "b_indices",
+    "generate_requests",
+    "get_device",
+    "get_offsets_from_dense",
+    "get_table_batched_offsets_from_dense",
+    "round_up",
+    "tensor_to_device",
+    "to_device",
 ]

@@ -32,6 +32,7 @@ KNOWN = {
     "planner_plans": ("compare_planner_plans", ""),
     "same_bits": ("same_bits.compare", ""),
     "fbgemm_ops": ("fbgemm.ops", "docs/beside_fbgemm_ops.md"),
+    "fbgemm_tables": ("fbgemm.tables", "docs/beside_fbgemm_tables.md"),
 }
 
 
