@@ -22,6 +22,17 @@ from .optimizer_settings import (
     TailIdThreshold,
     UserEnabledConfigDefinition,
 )
+from .requests import (
+    TBERequest,
+    b_indices,
+    generate_requests,
+    get_device,
+    get_offsets_from_dense,
+    get_table_batched_offsets_from_dense,
+    round_up,
+    tensor_to_device,
+    to_device,
+)
 from .training import SplitTableBatchedEmbeddingBagsCodegen
 
 __all__ = [
@@ -38,10 +49,19 @@ __all__ = [
     "LearningRateMode",
     "SplitTableBatchedEmbeddingBagsCodegen",
     "StepMode",
+    "TBERequest",
     "TailIdThreshold",
     "UserEnabledConfigDefinition",
     "align_to_cacheline",
+    "b_indices",
+    "generate_requests",
+    "get_device",
+    "get_offsets_from_dense",
+    "get_table_batched_offsets_from_dense",
     "nbit_construct_split_state",
+    "round_up",
     "rounded_row_size_in_bytes",
+    "tensor_to_device",
+    "to_device",
     "unpadded_row_size_in_bytes",
 ]

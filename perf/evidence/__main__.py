@@ -34,6 +34,7 @@ KNOWN = {
     "fbgemm_ops": ("fbgemm.ops", "docs/beside_fbgemm_ops.md"),
     "fbgemm_cost": ("fbgemm.cost", "docs/fbgemm.md"),
     "fbgemm_inference": ("fbgemm.inference_tables", "docs/beside_fbgemm_inference.md"),
+    "fbgemm_tables": ("fbgemm.tables", "docs/beside_fbgemm_tables.md"),
 }
 
 
