@@ -66,31 +66,32 @@ def bounds_check_indices(
     size, bags, tables = indices.shape[0], offsets.shape[0] - 1, rows_per_table.shape[0]
     inside = offsets.clamp(0, size)
     inside[-1] = size
-    inside = inside.cummax(0).values.to(offsets.dtype)
-    # N ids past the first offset belong to the last bag that begins before them
-    bag = torch.searchsorted(inside, torch.arange(size, device=indices.device, dtype=inside.dtype), right=True) - 1
-    if B_offsets is None:
-        table = bag // max(bags // tables, 1)
+    inside = inside.cummax(0).values
+    if B_offsets is not None:
+        begins = inside[B_offsets.clamp(0, bags)].cummax(0).values
+        begins[-1] = size
     else:
-        table = torch.searchsorted(B_offsets.long(), bag, right=True) - 1
-    rows = rows_per_table[table.clamp(0, tables - 1)]
-    outside = ((indices < -1) | (indices >= rows)) & (bag >= 0) & (bag < bags)
-    last_differs = offsets[-1:] != size
-    begins = torch.cat([offsets[:1], inside[1:]])[:-1]
-    ends = torch.cat([offsets[1:-1], inside[-1:]])[:bags]
-    fallen = (begins < 0) | (begins > ends) | (ends > size)
+        begins = inside[:: bags // tables] if bags else inside.expand(tables + 1)
+    # rows of the table of each id; ids before the first bag are in none, and are not looked at
+    rows = torch.cat([rows_per_table.new_full((1,), -1), rows_per_table])
+    rows = rows.repeat_interleave(torch.cat([begins[:1], begins.diff()]), output_size=size)  # [N]
+    outside = ((indices < -1) | (indices >= rows)) & (rows >= 0)
     if mode is _Mode.FATAL:
-        _require_none(last_differs, fallen, outside, offsets, indices, rows, bag)
+        _require_none(offsets, inside, indices, outside, rows)
         return
     if mode is _Mode.WARNING:
-        count = outside.sum() + fallen.sum() + last_differs.sum()
+        # FBGEMM counts bags as it corrects one after another: the begin of each is corrected, its end is not
+        ends = torch.cat([offsets[1:-1], inside[-1:]])[:bags]
+        fallen = (ends < inside[:-1]) | (ends > size)
+        fallen[:1] |= (offsets[:1] != inside[:1])[:bags]
+        wrong = fallen.sum() + (offsets[-1] != size)
         warning.zero_()
-        warning[0] = count
+        warning[0] = outside.sum() + wrong
         # asked on the CPU alone, where it is no wait
-        if count.is_cpu and int(count):
+        if warning.is_cpu and int(warning[0]):
             warnings.warn(
                 f"bounds_check_indices: {int(outside.sum())} ids outside their tables were set to 0, "
-                f"{int(fallen.sum() + last_differs.sum())} offsets put within the {size} ids",
+                f"{int(wrong)} offsets put within the {size} ids",
                 stacklevel=2,
             )
     offsets.copy_(inside)
@@ -146,30 +147,25 @@ def _checked_mode(
     return asked
 
 
-def _require_none(
-    last_differs: Tensor, fallen: Tensor, outside: Tensor, offsets: Tensor, indices: Tensor, rows: Tensor, bag: Tensor
-) -> None:
+def _require_none(offsets: Tensor, inside: Tensor, indices: Tensor, outside: Tensor, rows: Tensor) -> None:
     """Raise where anything is to be corrected."""
-    clean = ~(last_differs.any() | fallen.any() | outside.any())
+    differs = offsets != inside
+    bad = differs.any() | outside.any()
     if kernels.capturing():
         # a CUDA graph cannot wait: the device says it, as FBGEMM's does
-        torch._assert_async(clean, "bounds_check_indices: an id or an offset is out of range")
+        torch._assert_async(~bad, "bounds_check_indices: an id or an offset is out of range")
         return
     # an error is raised by the host: it has to wait for the answer
-    if bool(clean):
+    if not bool(bad):
         return
-    if bool(last_differs):
-        raise ValueError(f"offsets must end with the number of indices, {indices.shape[0]}, got {int(offsets[-1])}")
-    if bool(fallen.any()):
-        at = int(fallen.int().argmax())
+    if bool(differs.any()):
+        at = int(differs.int().argmax())
         raise ValueError(
-            f"offsets must go from 0 to {indices.shape[0]} without falling, "
-            f"got {int(offsets[at])} and {int(offsets[at + 1])} of bag {at}"
+            f"offsets must go up to the number of indices, {indices.shape[0]}, without falling, "
+            f"got offsets[{at}] = {int(offsets[at])}, where {int(inside[at])} would be in range"
         )
     at = int(outside.int().argmax())
-    raise IndexError(
-        f"indices[{at}] is {int(indices[at])} in bag {int(bag[at])}, outside its table of {int(rows[at])} rows"
-    )
+    raise IndexError(f"indices[{at}] is {int(indices[at])}, outside its table of {int(rows[at])} rows")
 
 
 @op("murmur_hash3(Tensor input, int y, int seed) -> Tensor")
