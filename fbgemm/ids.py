@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import kernels
 from .hashes import murmur_hash, unsigned_remainder
 from .registry import op
+from .slots import FREE, slots_in_turn
 
 _INDEX = (torch.int32, torch.int64)
 _MAX_INT32 = 2**31 - 1
@@ -66,31 +67,32 @@ def bounds_check_indices(
     size, bags, tables = indices.shape[0], offsets.shape[0] - 1, rows_per_table.shape[0]
     inside = offsets.clamp(0, size)
     inside[-1] = size
-    inside = inside.cummax(0).values.to(offsets.dtype)
-    # N ids past the first offset belong to the last bag that begins before them
-    bag = torch.searchsorted(inside, torch.arange(size, device=indices.device, dtype=inside.dtype), right=True) - 1
-    if B_offsets is None:
-        table = bag // max(bags // tables, 1)
+    inside = inside.cummax(0).values
+    if B_offsets is not None:
+        begins = inside[B_offsets.clamp(0, bags)].cummax(0).values
+        begins[-1] = size
     else:
-        table = torch.searchsorted(B_offsets.long(), bag, right=True) - 1
-    rows = rows_per_table[table.clamp(0, tables - 1)]
-    outside = ((indices < -1) | (indices >= rows)) & (bag >= 0) & (bag < bags)
-    last_differs = offsets[-1:] != size
-    begins = torch.cat([offsets[:1], inside[1:]])[:-1]
-    ends = torch.cat([offsets[1:-1], inside[-1:]])[:bags]
-    fallen = (begins < 0) | (begins > ends) | (ends > size)
+        begins = inside[:: bags // tables] if bags else inside.expand(tables + 1)
+    # rows of the table of each id; ids before the first bag are in none, and are not looked at
+    rows = torch.cat([rows_per_table.new_full((1,), -1), rows_per_table])
+    rows = rows.repeat_interleave(torch.cat([begins[:1], begins.diff()]), output_size=size)  # [N]
+    outside = ((indices < -1) | (indices >= rows)) & (rows >= 0)
     if mode is _Mode.FATAL:
-        _require_none(last_differs, fallen, outside, offsets, indices, rows, bag)
+        _require_none(offsets, inside, indices, outside, rows)
         return
     if mode is _Mode.WARNING:
-        count = outside.sum() + fallen.sum() + last_differs.sum()
+        # FBGEMM counts bags as it corrects one after another: the begin of each is corrected, its end is not
+        ends = torch.cat([offsets[1:-1], inside[-1:]])[:bags]
+        fallen = (ends < inside[:-1]) | (ends > size)
+        fallen[:1] |= (offsets[:1] != inside[:1])[:bags]
+        wrong = fallen.sum() + (offsets[-1] != size)
         warning.zero_()
-        warning[0] = count
+        warning[0] = outside.sum() + wrong
         # asked on the CPU alone, where it is no wait
-        if count.is_cpu and int(count):
+        if warning.is_cpu and int(warning[0]):
             warnings.warn(
                 f"bounds_check_indices: {int(outside.sum())} ids outside their tables were set to 0, "
-                f"{int(fallen.sum() + last_differs.sum())} offsets put within the {size} ids",
+                f"{int(wrong)} offsets put within the {size} ids",
                 stacklevel=2,
             )
     offsets.copy_(inside)
@@ -146,30 +148,25 @@ def _checked_mode(
     return asked
 
 
-def _require_none(
-    last_differs: Tensor, fallen: Tensor, outside: Tensor, offsets: Tensor, indices: Tensor, rows: Tensor, bag: Tensor
-) -> None:
+def _require_none(offsets: Tensor, inside: Tensor, indices: Tensor, outside: Tensor, rows: Tensor) -> None:
     """Raise where anything is to be corrected."""
-    clean = ~(last_differs.any() | fallen.any() | outside.any())
+    differs = offsets != inside
+    bad = differs.any() | outside.any()
     if kernels.capturing():
         # a CUDA graph cannot wait: the device says it, as FBGEMM's does
-        torch._assert_async(clean, "bounds_check_indices: an id or an offset is out of range")
+        torch._assert_async(~bad, "bounds_check_indices: an id or an offset is out of range")
         return
     # an error is raised by the host: it has to wait for the answer
-    if bool(clean):
+    if not bool(bad):
         return
-    if bool(last_differs):
-        raise ValueError(f"offsets must end with the number of indices, {indices.shape[0]}, got {int(offsets[-1])}")
-    if bool(fallen.any()):
-        at = int(fallen.int().argmax())
+    if bool(differs.any()):
+        at = int(differs.int().argmax())
         raise ValueError(
-            f"offsets must go from 0 to {indices.shape[0]} without falling, "
-            f"got {int(offsets[at])} and {int(offsets[at + 1])} of bag {at}"
+            f"offsets must go up to the number of indices, {indices.shape[0]}, without falling, "
+            f"got offsets[{at}] = {int(offsets[at])}, where {int(inside[at])} would be in range"
         )
     at = int(outside.int().argmax())
-    raise IndexError(
-        f"indices[{at}] is {int(indices[at])} in bag {int(bag[at])}, outside its table of {int(rows[at])} rows"
-    )
+    raise IndexError(f"indices[{at}] is {int(indices[at])}, outside its table of {int(rows[at])} rows")
 
 
 @op("murmur_hash3(Tensor input, int y, int seed) -> Tensor")
@@ -233,15 +230,101 @@ def zero_collision_hash(
 ) -> tuple[Tensor, Tensor | None]:
     """The slot [N] of each id among identities [S, 1], looked for in `max_probe` slots from that of its hash on.
 
+    With `readonly` slots are looked up. Otherwise an id without one takes the first free one, as ids one after another
+    do; of these, with `opt_in_rands` [N], those alone whose number is below `opt_in_prob`.
+
     An id without a slot gets the first of these, or -1 with `disable_fallback`, or a reserved slot where some are: the
     last `num_reserved_slots`. With `local_sizes` and `offsets` [N] the slots of an id are that many from there on.
-    Slots are read, not taken: `readonly` must be true and what belongs to taking them left out, as FBGEMM's op on the
-    CPU has it. The second output is None: no slot is given to another id.
+
+    Slots are not taken from ids that have them: what belongs to that (exp_hours, metadata, eviction_threshold) must be
+    left out, and the second output is None.
     """
-    _check_unused(exp_hours, readonly, metadata, input_metadata, eviction_threshold, opt_in_rands)
+    _check_unused(exp_hours, metadata, input_metadata, eviction_threshold, eviction_policy, readonly)
     if input.shape[0] == 0:
         return input.new_empty(0, dtype=torch.int64), None
     _check_zch(input, identities, circular_probe, _modulo_identity_DPRECATED, local_sizes, offsets)
+    _check_opt_in(input, opt_in_prob, num_reserved_slots, opt_in_rands, readonly)
+    slots, reserved = identities.shape[0], num_reserved_slots if opt_in_prob != -1 else 0
+    if slots <= reserved:
+        raise ValueError(f"identities must have more than the {reserved} reserved slots, got {slots}")
+    size = input.new_full((1,), slots, dtype=torch.int64) if local_sizes is None else local_sizes
+    begin = torch.zeros_like(size) if offsets is None else offsets
+    _check_local(size, begin, slots, reserved)
+    # elsewhere than on the CPU slots outside are not followed
+    begin = begin.clamp(0, slots - 1 - reserved).expand(input.shape)
+    size = torch.minimum(size.clamp(min=1 + reserved), slots - begin)
+    ids = input.long()
+    hashed = murmur_hash(ids)
+    # ids are kept in fewer bits by their remainder, which has the sign of the id
+    wanted = ids if identities.dtype == input.dtype else ids.fmod(_MAX_INT32)
+    block = size - reserved
+    home = unsigned_remainder(hashed, block)
+    kept = identities[:, 0].long()
+    slot = _looked_up(wanted, begin, block, home, kept, max_probe)
+    fallback = begin + (block + unsigned_remainder(hashed, reserved) if reserved else home)
+    if readonly:
+        return torch.where(slot < 0, -1 if disable_fallback else fallback, slot), None
+    # an id of -1 looks like a free slot, and takes none
+    joins = wanted != FREE
+    if opt_in_rands is not None:
+        joins &= (slot >= 0) | (opt_in_rands < opt_in_prob)
+    probes = block.clamp(max=max(max_probe, 0))
+    taken = slots_in_turn(wanted, begin, block, home, kept, probes.masked_fill(~joins, 0))
+    # those that take none of their own have their slot if it was there before, or an earlier one has taken it
+    kept = torch.cat([kept, kept[:1]]).index_put_((torch.where(taken < 0, slots, taken),), wanted)[:slots]
+    identities[:, 0] = kept.to(identities.dtype)
+    if opt_in_rands is not None:
+        order = torch.arange(input.shape[0], device=input.device)
+        first = order.new_full((slots + 1,), input.shape[0])
+        first.scatter_reduce_(0, torch.where(taken < 0, slots, taken), order, "amin")
+        now = _looked_up(wanted, begin, block, home, kept, max_probe)
+        slot = torch.where(joins, taken, torch.where((now >= 0) & (first[now.clamp(min=0)] < order), now, fallback))
+    else:
+        slot = torch.where(joins, taken, slot)
+    return torch.where(slot < 0, -1 if disable_fallback else fallback, slot), None
+
+
+def _looked_up(wanted: Tensor, begin: Tensor, slots: Tensor, home: Tensor, kept: Tensor, max_probe: int) -> Tensor:
+    """The first slot [N] that holds what is wanted, -1 if none of those that are looked at does."""
+    slot = torch.full_like(home, -1)
+    wanted, begin, slots, home = (each.unsqueeze(1) for each in (wanted, begin, slots, home))  # [N, 1]
+    # a table that was gone through once has nothing else to give
+    for first in range(0, min(max_probe, kept.shape[0]), _PROBES):
+        step = torch.arange(first, min(first + _PROBES, max_probe), device=kept.device)
+        place = begin + (home + step) % slots  # [N, P]
+        hit = kept[place] == wanted
+        which = place.gather(1, hit.int().argmax(1, keepdim=True)).squeeze(1)
+        slot = torch.where((slot < 0) & hit.any(1), which, slot)
+        if slot.is_cpu and bool((slot >= 0).all()):
+            break
+    return slot
+
+
+def _check_unused(
+    exp_hours: int,
+    metadata: Tensor | None,
+    input_metadata: Tensor | None,
+    eviction_threshold: int,
+    eviction_policy: int,
+    readonly: bool,
+) -> None:
+    for name, number in (("exp_hours", exp_hours), ("eviction_threshold", eviction_threshold)):
+        if number != -1:
+            raise ValueError(f"{name} must be -1, as no slot is taken from an id that has it, got {number}")
+    if eviction_policy != 0 and not readonly:
+        raise ValueError(
+            f"eviction_policy must be 0, as no slot is taken from an id that has it, got {eviction_policy}"
+        )
+    for name, tensor in (("metadata", metadata), ("input_metadata", input_metadata)):
+        if tensor is not None:
+            raise ValueError(
+                f"{name} must be None, as no slot is taken from an id that has it, got {list(tensor.shape)}"
+            )
+
+
+def _check_opt_in(
+    input: Tensor, opt_in_prob: int, num_reserved_slots: int, opt_in_rands: Tensor | None, readonly: bool
+) -> None:
     if opt_in_prob != -1 and not (0 < opt_in_prob <= 100 and num_reserved_slots > 0):
         raise ValueError(
             "opt_in_prob must be 1 to 100 and num_reserved_slots positive, or both -1, "
@@ -249,56 +332,17 @@ def zero_collision_hash(
         )
     if num_reserved_slots != -1 and opt_in_prob == -1:
         raise ValueError(f"num_reserved_slots must be -1 without opt_in_prob, got {num_reserved_slots}")
-    slots = identities.shape[0]
-    reserved = num_reserved_slots if opt_in_prob != -1 else 0
-    size: Tensor | int = slots if local_sizes is None else local_sizes.unsqueeze(1)  # [N, 1]
-    begin: Tensor | int = 0 if offsets is None else offsets.unsqueeze(1)
-    if isinstance(size, int):
-        if size <= reserved:
-            raise ValueError(f"identities must have more than the {reserved} reserved slots, got {size}")
-    else:
-        _check_local(size, begin, slots, reserved)
-        size = size.clamp(1 + reserved, max(slots, 1 + reserved))
-    ids = input.long()
-    hashed = murmur_hash(ids).unsqueeze(1)
-    # ids are kept in fewer bits by their remainder, which has the sign of the id
-    wanted = (ids if identities.dtype == input.dtype else ids.fmod(_MAX_INT32)).unsqueeze(1)
-    block = size - reserved
-    home = unsigned_remainder(hashed, block)
-    slot = home.new_full(home.shape, -1)
-    # a block that was gone through once has nothing else to give
-    for first in range(0, min(max_probe, slots), _PROBES):
-        step = torch.arange(first, min(first + _PROBES, max_probe), device=input.device)
-        place = (home + step) % block  # [N, P]
-        hit = identities[(place + begin).clamp(0, slots - 1), 0] == wanted
-        # the first hit of each
-        which = hit.int().argmax(1, keepdim=True)
-        slot = torch.where((slot < 0) & hit.any(1, keepdim=True), place.gather(1, which), slot)
-        if slot.is_cpu and bool((slot >= 0).all()):
-            break
-    if disable_fallback:
-        return torch.where(slot < 0, -1, slot + begin).squeeze(1), None
-    fallback = block + unsigned_remainder(hashed, reserved) if reserved else home
-    return (torch.where(slot < 0, fallback, slot) + begin).squeeze(1), None
-
-
-def _check_unused(
-    exp_hours: int,
-    readonly: bool,
-    metadata: Tensor | None,
-    input_metadata: Tensor | None,
-    eviction_threshold: int,
-    opt_in_rands: Tensor | None,
-) -> None:
-    if not readonly:
-        raise ValueError("readonly must be true: slots are looked up here, not taken")
-    for name, number in (("exp_hours", exp_hours), ("eviction_threshold", eviction_threshold)):
-        if number != -1:
-            raise ValueError(f"{name} must be -1 with readonly, got {number}")
-    given = (("metadata", metadata), ("input_metadata", input_metadata), ("opt_in_rands", opt_in_rands))
-    for name, tensor in given:
-        if tensor is not None:
-            raise ValueError(f"{name} must be None with readonly, got a tensor of shape {list(tensor.shape)}")
+    if opt_in_rands is None:
+        return
+    if readonly or not 0 < opt_in_prob < 100:
+        raise ValueError(
+            f"opt_in_rands must be None with readonly, and without opt_in_prob below 100, got {opt_in_prob}"
+        )
+    if opt_in_rands.dtype != torch.int32 or opt_in_rands.shape != input.shape:
+        raise ValueError(
+            f"opt_in_rands must be int32 for each of {input.shape[0]} ids, "
+            f"got {opt_in_rands.dtype} {list(opt_in_rands.shape)}"
+        )
 
 
 def _check_zch(
@@ -334,8 +378,8 @@ def _check_zch(
             raise ValueError(f"{name} must have a number for each of {input.shape[0]} ids, got {list(numbers.shape)}")
 
 
-def _check_local(sizes: Tensor, begins: Tensor | int, slots: int, reserved: int) -> None:
-    """Raise on the CPU where the slots of an id are not among all; elsewhere none outside is read."""
+def _check_local(sizes: Tensor, begins: Tensor, slots: int, reserved: int) -> None:
+    """Raise on the CPU where the slots of an id are not among all."""
     if sizes.is_cpu and bool(((sizes <= reserved) | (begins < 0) | (begins + sizes > slots)).any()):
         raise ValueError(
             f"offsets and local_sizes must name more than {reserved} of {slots} slots for each id, "

@@ -12,11 +12,11 @@ from torch import Tensor
 from .. import kernels
 from .hashes import mix32, mix64, unsigned_remainder
 from .registry import op
+from .slots import FREE, slots_in_turn
 
 _INDEX = (torch.int32, torch.int64)
 # slots of an id that are looked at together
 _PROBES = 16
-_FREE = -1
 
 
 @op(
@@ -48,7 +48,7 @@ def pruned_array_lookup(
     if index_remappings.shape[0] == 0:
         return indices.clone()
     place = (begin + indices).clamp_(0, index_remappings.shape[0] - 1)
-    remapped = index_remappings[place].to(indices.dtype).masked_fill(outside, _FREE)
+    remapped = index_remappings[place].to(indices.dtype).masked_fill(outside, FREE)
     return torch.where(pruned, remapped, indices)
 
 
@@ -62,7 +62,7 @@ def pruned_hashmap_lookup(indices: Tensor, offsets: Tensor, hash_table: Tensor, 
     table = _tables(indices, offsets, "hash_table_offsets", hash_table_offsets, hash_table.shape[0])
     begin = hash_table_offsets[table].unsqueeze(1)  # [N, 1]
     slots = hash_table_offsets[table + 1].unsqueeze(1) - begin
-    rows = torch.where(slots.squeeze(1) > 0, _FREE, indices)
+    rows = torch.where(slots.squeeze(1) > 0, FREE, indices)
     # those still looked for: their first slot is that of the hash, and the next ones follow
     left = (slots.squeeze(1) > 0).nonzero().squeeze(1)
     begin, slots, wanted = begin[left], slots[left], indices[left].unsqueeze(1)
@@ -73,9 +73,9 @@ def pruned_hashmap_lookup(indices: Tensor, offsets: Tensor, hash_table: Tensor, 
         step = torch.arange(first, first + _PROBES, device=indices.device)
         place = begin + (home + step) % slots  # [L, P]
         keys = hash_table[place.clamp_(0, hash_table.shape[0] - 1), 0]
-        ends = ((keys == _FREE) | (keys == wanted)).int()
+        ends = ((keys == FREE) | (keys == wanted)).int()
         at = place.gather(1, ends.argmax(1, keepdim=True)).squeeze(1)
-        found = (hash_table[at, 0] == wanted.squeeze(1)) & (wanted.squeeze(1) != _FREE)
+        found = (hash_table[at, 0] == wanted.squeeze(1)) & (wanted.squeeze(1) != FREE)
         rows[left[found]] = hash_table[at[found], 1].to(rows.dtype)
         first += _PROBES
         more = (ends.sum(1) == 0) & (slots.squeeze(1) > first)
@@ -109,7 +109,7 @@ def pruned_hashmap_insert(
         )
     table = _tables(indices, offsets, "hash_table_offsets", hash_table_offsets, hash_table.shape[0])
     slots = hash_table_offsets[table + 1] - hash_table_offsets[table]
-    kept = ((dense_indices != _FREE) & (indices != _FREE) & (slots > 0)).nonzero().squeeze(1)
+    kept = ((dense_indices != FREE) & (indices != FREE) & (slots > 0)).nonzero().squeeze(1)
     if kept.numel() == 0:
         return
     if hash_table.dtype == torch.int32 and indices.dtype == torch.int64:
@@ -123,7 +123,13 @@ def pruned_hashmap_insert(
     order = first.argsort()
     of_table, wanted, rows = of_table[order], wanted[order], rows[order]
     ends = hash_table_offsets.clamp(0, hash_table.shape[0])
-    at = _slots(wanted, ends[of_table], ends[of_table + 1], hash_table[:, 0])
+    begin = ends[of_table]
+    slots = ends[of_table + 1] - begin
+    at = slots_in_turn(wanted, begin, slots, unsigned_remainder(_hash(wanted), slots), hash_table[:, 0], slots)
+    # an error is raised by the host, before anything is written
+    if bool((at < 0).any()):
+        lost = int((at < 0).int().argmax())
+        raise ValueError(f"hash_table has no slot left for id {int(wanted[lost])} among its {int(slots[lost])}")
     hash_table[at] = torch.stack([wanted, rows], 1).to(hash_table.dtype)
 
 
@@ -135,33 +141,6 @@ def _distinct(table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
     first = place.new_full((count,), ids.shape[0]).scatter_reduce_(0, which, place, "amin")
     last = place.new_zeros(count).scatter_reduce_(0, which, place, "amax")
     return pairs[0], pairs[1].to(ids.dtype), first, last
-
-
-def _slots(wanted: Tensor, begin: Tensor, end: Tensor, keys: Tensor) -> Tensor:
-    """The slot of each of these ids, which differ within their table, as they get them one after another.
-
-    All ask at once for the first slot of their own. The earliest keeps it, even from one that had it already, and the
-    others ask for the next one. An earlier id never gives way to a later one: this ends as one after another does.
-    """
-    count, slots = wanted.shape[0], end - begin
-    home = unsigned_remainder(_hash(wanted), slots)
-    order = torch.arange(count, device=wanted.device)
-    # who has a slot: an id that was there before comes before all, and nobody after all
-    holder = torch.where(keys == _FREE, count, -1)
-    probe = torch.zeros_like(order)
-    at = begin + home
-    asks = torch.ones_like(order, dtype=torch.bool)
-    # how often ids have to ask is known to the table alone
-    while bool(asks.any()):
-        holder.scatter_reduce_(0, at[asks], order[asks], "amin")
-        asks = (holder[at] != order) & ~((holder[at] < 0) & (keys[at] == wanted))
-        probe = probe + asks
-        full = asks & (probe >= slots)
-        if bool(full.any()):
-            one = int(full.int().argmax())
-            raise ValueError(f"hash_table has no slot left for id {int(wanted[one])} among its {int(slots[one])}")
-        at = torch.where(asks, begin + (home + probe) % slots, at)
-    return at
 
 
 def _hash(ids: Tensor) -> Tensor:

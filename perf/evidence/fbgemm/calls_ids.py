@@ -49,7 +49,7 @@ def _bounds_check(draw: Draw) -> Call:
 def _murmur_hash(draw: Draw) -> Call:
     numbers = [draw.choice((draw.below(100), draw.between(-(2**62), 2**62), -1)) for _ in range(3)]
     y, seed = (0, 0) if draw.coin() else numbers[1:]
-    hashed = _hash(numbers[0], y, seed)
+    hashed = hash_of_words(numbers[0], y, seed)
     args = [torch.tensor(numbers[:1]), y, seed]
     if hashed >> 63:
         # FBGEMM raises where the number does not fit the signed one that it returns
@@ -77,7 +77,7 @@ def _zero_collision_hash(draw: Draw) -> Call:
         # most ids have a slot near to where they are looked for
         if draw.coin(0.6):
             number = int(ids[place])
-            near = (_hash(number, 0, 0) % slots + draw.choice((0, 0, 1, 2, 18))) % slots
+            near = (hash_of_words(number, 0, 0) % slots + draw.choice((0, 0, 1, 2, 18))) % slots
             table[near] = number if dtype == kept else number % (2**31 - 1)
     args: list[Any] = [draw.layout(ids), draw.layout(table.view(-1, 1)), draw.below(slots + 4), True, -1, True]
     args += [None, None, None, False, draw.coin(0.3)]
@@ -96,7 +96,7 @@ def _longs(draw: Draw, numbers: list[int]) -> Tensor:
     return draw.layout(torch.tensor(numbers, dtype=torch.int64))
 
 
-def _hash(x: int, y: int, seed: int) -> int:
+def hash_of_words(x: int, y: int, seed: int) -> int:
     """MurmurHash3 of two 64-bit words in plain Python, its halves xor one another."""
     h1 = h2 = seed & _WORD
     h1 ^= _rotated(x * 0x87C37B91114253D5, 31) * 0x4CF5AD432745937F & _WORD
