@@ -5,6 +5,7 @@ Shapes: values [N] or [N, D] of B bags with lengths [B] or offsets [B + 1]; of T
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -104,33 +105,35 @@ def jagged_unique_indices(
     Returns:
         lengths [T*B], offsets [T*B + 1], distinct indices [U], the place [N] of each index among them.
     """
-    keys, bags, places = hash_size_cumsum.shape[0] - 1, offsets.shape[0] - 1, indices.shape[0]
-    if keys < 1 or bags % keys or hash_size_offsets.shape != hash_size_cumsum.shape:
+    if hash_size_cumsum.dim() != 1 or hash_size_cumsum.shape != hash_size_offsets.shape:
         raise ValueError(
-            "hash_size_cumsum and hash_size_offsets must be [keys + 1], offsets [keys * batch + 1], got"
-            f" {list(hash_size_cumsum.shape)}, {list(hash_size_offsets.shape)} and {list(offsets.shape)}"
+            "hash_size_cumsum and hash_size_offsets must be [keys + 1], got shapes"
+            f" {list(hash_size_cumsum.shape)} and {list(hash_size_offsets.shape)}"
         )
-    if hash_size_cumsum.dtype != indices.dtype:
-        raise TypeError(f"hash_size_cumsum must be {indices.dtype} as indices are, got {hash_size_cumsum.dtype}")
-    checked, batch, device = eager(indices, offsets), bags // keys, indices.device
-    if checked:
-        _check_steps("offsets", offsets, places)
-        _check_steps("hash_size_offsets", hash_size_offsets, keys)
-    ends = offsets[batch::batch].contiguous() if batch else offsets.new_zeros(keys)  # [T] of keys in indices
-    key = torch.searchsorted(ends, torch.arange(places, dtype=ends.dtype, device=device), right=True)  # [N]
-    linear, inverse, _ = kernels.unique_ids(indices + hash_size_cumsum[key.clamp(max=keys - 1)])
-    distinct = linear - hash_size_cumsum[torch.searchsorted(hash_size_cumsum, linear, right=True) - 1]
-    if checked and not torch.equal(distinct[inverse], indices):
-        at = int((distinct[inverse] != indices).nonzero()[0])
-        raise ValueError(f"indices[{at}] is {int(indices[at])}, outside the table of key {int(key[at])}")
-    first = hash_size_offsets.clamp(0, keys)  # [T + 1] keys of tables
-    numbers = torch.searchsorted(linear, hash_size_cumsum[first]).diff()  # [T] distinct indices of tables
-    share = (first.diff() * batch).clamp(min=1)  # [T] bags of tables
-    bag = torch.arange(bags, dtype=first.dtype, device=device)
-    table = (torch.searchsorted(first * batch, bag, right=True) - 1).clamp(0, keys - 1)  # [T*B]
-    extra = bag - first[table] * batch < numbers[table] % share[table]
-    lengths = (numbers[table] // share[table] + extra).to(offsets.dtype)
-    return lengths, kernels.complete_cumsum(lengths), distinct, inverse
+    # host sync: which keys share a table is known on the host alone, as is the number of distinct indices
+    first_rows, first_keys = torch.stack([hash_size_cumsum, hash_size_offsets]).tolist()
+    hash_sizes, key_to_table = _tables_of(first_rows, first_keys)
+    unique = kernels.jagged_unique(indices, offsets, hash_sizes, key_to_table)
+    return unique.lengths, unique.offsets, unique.ids, unique.inverse
+
+
+def _tables_of(first_rows: list[int], first_keys: list[int]) -> tuple[list[int], list[int]]:
+    """Rows of each table that has keys, and the table of each key."""
+    keys = len(first_rows) - 1
+    if first_keys[:1] != [0] or first_keys[-1] != keys or sorted(first_keys) != first_keys:
+        raise ValueError(f"hash_size_offsets must go up from 0 to the {keys} keys, got {first_keys}")
+    hash_sizes: list[int] = []
+    key_to_table: list[int] = []
+    for begin, end in pairwise(first_keys):
+        if begin < end:
+            if first_rows[begin] != first_rows[end - 1]:
+                raise ValueError(
+                    f"hash_size_cumsum must be the same for keys {begin} to {end - 1}, which share a table, got"
+                    f" {first_rows[begin:end]}"
+                )
+            key_to_table += [len(hash_sizes)] * (end - begin)
+            hash_sizes.append(first_rows[end] - first_rows[begin])
+    return hash_sizes, key_to_table
 
 
 @op(
@@ -221,12 +224,6 @@ def get_source_mask(num_sources: Tensor, num_targets: Tensor, output_size: int) 
         raise ValueError(f"output_size must not be negative, got {output_size}")
     sizes = num_sources + num_targets
     return _inside(kernels.complete_cumsum(sizes)[:-1], num_sources, output_size)
-
-
-def _check_steps(name: str, numbers: Tensor, last: int) -> None:
-    """ValueError unless numbers go up from 0 to `last`; on the CPU."""
-    if int(numbers[0]) != 0 or int(numbers[-1]) != last or bool((numbers.diff() < 0).any()):
-        raise ValueError(f"{name} must go up from 0 to {last}, got {numbers.tolist()}")
 
 
 def _offsets_within(values: Tensor, lengths: Tensor) -> Tensor:
