@@ -48,7 +48,7 @@ def _fp8_rows(rows: Tensor, least: float, forward: bool) -> tuple[Tensor, Tensor
     largest = values.abs().amax(1, keepdim=True).clamp(min=least) + _EPSILON
     # a number over a tensor would be the number times the reciprocal: rounded twice
     scale = torch.full_like(largest, most) / largest
-    return (values * scale * times).to(dtype).view(torch.uint8), scale
+    return (values * (scale * times)).to(dtype).view(torch.uint8), scale
 
 
 @op("FloatToFP8RowwiseQuantized(Tensor t, bool forward) -> Tensor")
@@ -75,7 +75,7 @@ def fp8_rows_to_float(input: Tensor, forward: bool, output_dtype: int = 0) -> Te
         raise ValueError(f"input must be [..., a multiple of 4 bytes], got shape {list(input.shape)}")
     width = input.shape[-1] - _EXTRA
     scale = from_bytes(input[..., width : width + 4], torch.float32)
-    return (_values(input[..., :width], *_kind(forward)) / scale).to(dtype)
+    return _values(input[..., :width], *_kind(forward)).div_(scale).to(dtype)
 
 
 def _kind(forward: bool) -> tuple[int, int]:
@@ -157,7 +157,7 @@ def padded_fp8_rows_to_float(
     known = part < parts
     part = part.clamp(max=parts - 1)
     place = column - (ends - row_dim + surplus)[part]
-    values = (_values(split[..., :row_dim], *_kind(forward)) / scale).to(dtype).flatten(1)
+    values = _values(split[..., :row_dim], *_kind(forward)).div_(scale).to(dtype).flatten(1)
     chosen = values[:, torch.where(known, part * row_dim + place, 0)]
     return torch.where(known, chosen, 0).view(*outer, columns)
 
@@ -171,9 +171,10 @@ def _require_exponent(ebits: int, bias: int) -> None:
 
 def _values(codes: Tensor, ebits: int, bias: int) -> Tensor:
     """fp32 values of 8-bit floats."""
-    # as the bits of an fp32 number they have the exponent and the mantissa in place, but for the bias
-    magnitude = ((codes.to(torch.int32) & 0x7F) << (16 + ebits)).view(torch.float32) * 2.0 ** (127 - bias)
-    return torch.where(codes >= 0x80, -magnitude, magnitude)
+    # sign, exponent and mantissa are moved to where fp32 has them, between them copies of the sign that go
+    bits = codes.view(torch.int8).to(torch.int32).bitwise_left_shift_(16 + ebits)
+    bits.bitwise_and_((0x7F << (16 + ebits)) - (1 << 31))
+    return bits.view(torch.float32).mul_(2.0 ** (127 - bias))
 
 
 @op("FloatToHFP8Quantized(Tensor input, int ebits, int exponent_bias, float max_pos) -> Tensor")
