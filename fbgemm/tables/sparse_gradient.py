@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...embeddings.tables.row_sums import sum_rows
 from ...embeddings.tables.table_group import TableGroup
-from ...kernels._op import no_second_derivative
 
 
 class _LookupWithSparseGradient(torch.autograd.Function):
@@ -28,11 +28,8 @@ class _LookupWithSparseGradient(torch.autograd.Function):
         return group.look_up(ids, offsets, per_id_weights, pooling)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            return no_second_derivative(
-                "lookup with a sparse gradient", _LookupWithSparseGradient.backward, ctx, grad_outputs
-            )
         per_id_weights, ids, offsets = ctx.saved_tensors
         group: TableGroup = ctx.group
         of_tables = of_weights = None
