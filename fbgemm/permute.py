@@ -115,9 +115,9 @@ def _preallocated_fake(
     permuted_indices_out: Tensor | None = None,
     permuted_weights_out: Tensor | None = None,
 ) -> _Permuted:
-    moved = permuted_lengths_sum
-    if moved is None:
-        moved = torch.library.get_ctx().new_dynamic_size()
+    moved: int | torch.SymInt = (
+        torch.library.get_ctx().new_dynamic_size() if permuted_lengths_sum is None else permuted_lengths_sum
+    )
     new_lengths, new_values, new_weights = permuted_lengths_out, permuted_indices_out, permuted_weights_out
     if new_lengths is None:
         new_lengths = lengths.new_empty(permute.shape[0], lengths.shape[1])

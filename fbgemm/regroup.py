@@ -215,7 +215,7 @@ def _plan_permutes(permutes: Tensor, tensors: Sequence[Tensor], out_widths: Sequ
     if permutes.dim() != 2 or permutes.shape[1] != 6:
         raise ValueError(f"permutes must have shape [P, 6], got {list(permutes.shape)}")
     # host sync: a plan is made on the host, once
-    plan = _plan_rows(_frozen(permutes.tolist()), known[1], known[2])  # type: ignore[arg-type]
+    plan = _plan_rows(_frozen(permutes.tolist()), known[1], known[2])
     _plans[permutes] = known, plan
     return plan
 
