@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import Bucketized
+from ..kernels._op import INTERPRETED
 from .registry import op
 
 
@@ -253,7 +254,7 @@ def _bucketize(
             total_num_blocks=total_num_blocks,
         )  # fmt: skip
 
-    if indices.is_cpu and not torch.compiler.is_compiling():
+    if indices.is_cpu and not INTERPRETED and not torch.compiler.is_compiling():
         try:
             return bucketize(indices, sequence)
         except ValueError:
