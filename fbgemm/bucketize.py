@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import Bucketized
+from ..kernels._op import INTERPRETED
 from .registry import op
 
 
@@ -212,13 +213,12 @@ def populate_bucketized_permute(lengths: Tensor, bucketized_lengths: Tensor, buc
             )
         if size and not 0 <= int(bucket_mapping.min()) <= int(bucket_mapping.max()) < runs // bags:
             raise ValueError(f"bucket_mapping must be of 0 ... {runs // bags - 1}, got {bucket_mapping.tolist()[:10]}")
-    run = bucket_mapping.long() * bags + _bag_of_id(lengths, size)
+    run = bucket_mapping.reshape(-1).long() * bags + _bag_of_id(lengths.reshape(-1), size)
     run, order = run.clamp(0, max(runs - 1, 0)).sort(stable=True)
     place = torch.arange(size, device=run.device) - torch.searchsorted(run, run)
-    place += kernels.complete_cumsum(bucketized_lengths)[run]
-    return torch.empty_like(bucket_mapping, memory_format=torch.contiguous_format).scatter_(
-        0, order, place.to(bucket_mapping.dtype)
-    )
+    place += kernels.complete_cumsum(bucketized_lengths.reshape(-1))[run]
+    permute = torch.empty_like(place, dtype=bucket_mapping.dtype)
+    return permute.scatter_(0, order, place.to(bucket_mapping.dtype)).view(bucket_mapping.shape)
 
 
 def _bag_of_id(lengths: Tensor, size: int) -> Tensor:
@@ -242,6 +242,8 @@ def _bucketize(
     keep_per_feature: Tensor | None = None,
 ) -> Bucketized:
     """`kernels.block_bucketize`, which takes no ids below 0, for ids that may be."""
+    if my_size < 1:
+        raise ValueError(f"my_size must be positive, got {my_size}")
     lengths = lengths if lengths.dim() == 1 else lengths.reshape(-1)
     keep = keep_orig_idx if keep_per_feature is None else keep_per_feature
 
@@ -252,12 +254,14 @@ def _bucketize(
             total_num_blocks=total_num_blocks,
         )  # fmt: skip
 
-    if indices.is_cpu and not torch.compiler.is_compiling():
+    if indices.is_cpu and not INTERPRETED and not torch.compiler.is_compiling():
         try:
             return bucketize(indices, sequence)
         except ValueError:
             if not bool((indices < 0).any()):
                 raise
+    if not block_sizes.numel():
+        return bucketize(indices, sequence)
     if indices.dtype != torch.int64:
         new = bucketize(indices.long() & 0xFFFF_FFFF, sequence)
         return new._replace(
@@ -265,12 +269,15 @@ def _bucketize(
             positions=None if new.positions is None else new.positions.to(indices.dtype),
             unbucketize_permute=None if new.unbucketize_permute is None else new.unbucketize_permute.to(indices.dtype),
         )
+    for name, each in (("total_num_blocks", total_num_blocks), ("keep_orig_idx_per_feature", keep_per_feature)):
+        if each is not None and (each.shape != block_sizes.shape or not each.numel()):
+            raise ValueError(f"{name} must have shape {list(block_sizes.shape)} as block_sizes, got {list(each.shape)}")
     keep_id = keep
     blocks = divisor = torch.full((), my_size, device=indices.device)
     if total_num_blocks is not None or keep_per_feature is not None:
         feature = _feature_of_id(lengths, block_sizes, batch_sizes, indices.numel())
         if total_num_blocks is not None:
-            blocks = divisor = total_num_blocks.to(indices.device, torch.int64)[feature]
+            blocks = divisor = total_num_blocks.to(indices.device, torch.int64).clamp(min=1)[feature]
             if borders:
                 divisor = torch.where(block_sizes[feature] == 0, blocks, divisor.new_full((), my_size))
         if keep_per_feature is not None:

@@ -184,4 +184,7 @@ def invert_permute(permute: Tensor) -> Tensor:
 @op("permute102_baddbmm_permute102(Tensor bias, Tensor A, Tensor B) -> Tensor", differentiable=True)
 def permute102_baddbmm_permute102(bias: Tensor, A: Tensor, B: Tensor) -> Tensor:
     """Row m of batch b of A [M, G, K] times B [G, K, N] plus bias [G, N]: [M, G, N]."""
+    if A.dim() != 3 or B.dim() != 3 or A.shape[1:] != B.shape[:2] or bias.shape != (B.shape[0], B.shape[2]):
+        shapes = [list(each.shape) for each in (bias, A, B)]
+        raise ValueError(f"bias, A and B must have shapes [G, N], [M, G, K] and [G, K, N], got {shapes}")
     return torch.baddbmm(bias.unsqueeze(1), A.transpose(0, 1), B).transpose(0, 1)

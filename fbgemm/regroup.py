@@ -20,7 +20,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import kernels
 from ..kernels import RegroupPlan
 from ..kernels._op import register, register_autograd, unwatched
-from ..kernels.jagged.regroup_plan import transposed
 from .registry import op
 
 _Keys = tuple[tuple[str, ...], ...]
@@ -84,6 +83,7 @@ def _permute(
 ) -> Tensor:
     """The same columns [B, D] with tables in another order; nothing waits for a device."""
     del inv_offset_dim_list, inv_permute_list
+    _check_order(pooled_embs, offset_dim_list, permute_list)
     tables, columns = permute_list.numel(), pooled_embs.shape[1]
     if offset_dim_list.numel() - tables not in (0, 1):
         raise ValueError(
@@ -111,11 +111,22 @@ def _duplicate(
 ) -> Tensor:
     """Tables in another order, of which some may come several times or not at all."""
     del inv_offset_dim_list, inv_permute_list
+    _check_order(pooled_embs, offset_dim_list, permute_list)
     if type(permute_list) is Tensor and unwatched():
         return _regroup([pooled_embs], _plan_tables(pooled_embs.shape[1], offset_dim_list, permute_list))[0]
     return torch.ops.shardwise.permute_tables(  # type: ignore[no-any-return]
         pooled_embs, offset_dim_list, permute_list
     )
+
+
+def _check_order(pooled_embs: Tensor, offset_dim_list: Tensor, permute_list: Tensor) -> None:
+    if pooled_embs.dim() != 2:
+        raise ValueError(f"pooled_embs must have shape [B, D], got {list(pooled_embs.shape)}")
+    for name, each in (("offset_dim_list", offset_dim_list), ("permute_list", permute_list)):
+        if each.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, got {each.dtype}")
+        if each.dim() != 1:
+            raise ValueError(f"{name} must have one dimension, got shape {list(each.shape)}")
 
 
 def _duplicate_fake(pooled_embs: Tensor, *_: object) -> Tensor:
@@ -204,6 +215,9 @@ _plans: Any = WeakIdKeyDictionary()
 
 
 def _plan_permutes(permutes: Tensor, tensors: Sequence[Tensor], out_widths: Sequence[int]) -> RegroupPlan:
+    for i, tensor in enumerate(tensors):
+        if tensor.dim() != 2:
+            raise ValueError(f"pooled_embs[{i}] must have shape [B, D], got {list(tensor.shape)}")
     known = (
         None if permutes.is_inference() else permutes._version,
         tuple(tensor.shape[1] for tensor in tensors),
@@ -212,10 +226,10 @@ def _plan_permutes(permutes: Tensor, tensors: Sequence[Tensor], out_widths: Sequ
     kept: tuple[Any, RegroupPlan] | None = _plans.get(permutes)
     if kept is not None and kept[0] == known and known[0] is not None:
         return kept[1]
-    if permutes.dim() != 2 or permutes.shape[1] != 6:
-        raise ValueError(f"permutes must have shape [P, 6], got {list(permutes.shape)}")
+    if permutes.dim() != 2 or permutes.shape[1] != 6 or permutes.is_floating_point():
+        raise ValueError(f"permutes must be integers of shape [P, 6], got {permutes.dtype} {list(permutes.shape)}")
     # host sync: a plan is made on the host, once
-    plan = _plan_rows(_frozen(permutes.tolist()), known[1], known[2])  # type: ignore[arg-type]
+    plan = _plan_rows(_frozen(permutes.tolist()), known[1], known[2])
     _plans[permutes] = known, plan
     return plan
 
@@ -244,12 +258,9 @@ def _of_widths(tensors: Sequence[Tensor], widths: Sequence[int]) -> list[Tensor]
     return [tensors[0].new_empty(tensors[0].shape[0], width) for width in widths]
 
 
-_transposed = lru_cache(maxsize=128)(transposed)
-
-
 def _transpose(grads: Sequence[Tensor], plan: RegroupPlan) -> list[Tensor]:
     """The gradients of a plan's inputs."""
-    runs = _transposed(plan.runs, plan.widths)
+    runs = plan.transposed()
     return torch.ops.shardwise.regroup_columns(list(grads), runs.flat, runs.repeats, runs.widths)  # type: ignore[no-any-return]
 
 

@@ -49,6 +49,10 @@ class RegroupPlan:
         """Columns of each output."""
         return self.runs.widths
 
+    def transposed(self) -> Runs:
+        """The runs of the gradient: outputs that are the inputs here."""
+        return transposed(self.runs, self.widths)
+
 
 def plan_regroup(
     keys: Sequence[Sequence[str]], dims: Sequence[Sequence[int]], groups: Sequence[Sequence[str]]

@@ -78,7 +78,7 @@ def _sequence(draw: Draw) -> Call:
         return Call([draw.layout(_order(draw, features)), draw.layout(lengths), draw.layout(embeddings)], packed=True)
     embeddings = draw.floats((size, draw.between(1, 3)), dtype)
     order = _order(draw, features)
-    rows = torch.split(embeddings, lengths.sum(1).tolist())
+    rows = torch.split_with_sizes(embeddings, lengths.sum(1).tolist())
     moved = [lengths[order.long()], torch.cat([embeddings[:0], *(rows[f] for f in order.tolist())])]
     return Call([draw.layout(order), draw.layout(lengths), draw.layout(embeddings)], "rows", expected=lambda: moved)
 
