@@ -46,7 +46,8 @@ def dequantize_pooled(rows: Tensor, dims: Sequence[int], dtype: torch.dtype = to
     blocks = []
     for dim, count, block in _runs(rows, dims, SCALES):
         flat = block.reshape(-1, dim + SCALES)
-        scales = flat[:, dim:].contiguous().view(torch.float32)
+        # of one row the columns are contiguous where they lie, which need not be at a multiple of 4 bytes
+        scales = flat[:, dim:].clone(memory_format=torch.contiguous_format).view(torch.float32)
         values = torch.ops.shardwise.dequantize_rows(flat[:, :dim].contiguous(), scales, dim, "int8", dtype)
         blocks.append(values.view(rows.shape[0], count * dim))
     return torch.cat(blocks, dim=1)
