@@ -72,9 +72,14 @@ class TableBatched(nn.Module):
     embedding_specs: Sequence[tuple[Any, ...]]
     pooling_mode: PoolingMode
     feature_table_map: list[int]
+    D_offsets: Tensor
+    hash_size_cumsum: Tensor
+    feature_dims: Tensor
     _group: TableGroup
     # what was shown last, by name
     _shown: dict[str, Tensor]
+    # buffers that follow from the constructor's arguments
+    _described: dict[str, list[int]]
 
     def _lay_tables(
         self,
@@ -93,6 +98,7 @@ class TableBatched(nn.Module):
         lookups = [LookupFeature(str(f), t, mean) for f, t in enumerate(features)]
         self._group = TableGroup(shapes, lookups, dtype=dtype, device=device, optimizer=optimizer, policy=policy)
         self._group.flat.zero_()
+        self._described = {}
         bases, first_rows, _, _ = lay_out(shapes)
         # of what has a number for each element, and of what has one for each row
         self._parts = {
@@ -117,6 +123,7 @@ class TableBatched(nn.Module):
     ) -> None:
         """Register numbers as a buffer."""
         self.register_buffer(name, torch.tensor(list(numbers), dtype=dtype, device=device or self._group.device))
+        self._described[name] = list(numbers)
 
     @property
     def current_device(self) -> torch.device:
@@ -202,6 +209,9 @@ class TableBatched(nn.Module):
                 shown = self._parameters[name]
                 if grad is not None and shown is not None:
                     shown.grad = fn(grad)
+        for name, numbers in self._described.items():
+            # to_empty leaves anything there
+            getattr(self, name).copy_(torch.tensor(numbers, device="cpu"))
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

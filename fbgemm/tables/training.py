@@ -94,8 +94,14 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
         [['sum']]
     """
 
-    D_offsets: Tensor
     rows_per_table: Tensor
+    bounds_check_warning: Tensor
+    weights_dev: Tensor
+    weights_host: Tensor
+    weights_uvm: Tensor
+    weights_offsets: Tensor
+    weights_placements: Tensor
+    iter: Tensor
 
     def __init__(
         self,
@@ -269,7 +275,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
         for other in _PLACES:
             key = prefix + name.removesuffix(self._place) + other
             if not key.endswith(name) and key in loaded:
-                if given is None or not given.numel():
+                if loaded[key].numel() and (given is None or not given.numel()):
                     given = loaded[key]
                 loaded[key] = self._buffers[key.removeprefix(prefix)]
         return given

@@ -28,6 +28,8 @@ from shardwise import (
     apply_optimizer_in_backward,
 )
 from shardwise.embeddings import PoolingType
+from shardwise.embeddings.optim.fbgemm_types import ComputeDevice, EmbeddingLocation, OptimType
+from shardwise.fbgemm.tables import SplitTableBatchedEmbeddingBagsCodegen
 from shardwise.kernels import (
     batched_unary_embeddings,
     block_bucketize,
@@ -88,6 +90,7 @@ FUNCTIONS = {
     "async_collective._Start": "test_sharded_lookups_and_exchanges_are_not_differentiated_twice",
     "async_collective._Finish": "test_sharded_lookups_and_exchanges_are_not_differentiated_twice",
     "async_collective._Copies": "test_copies_for_all_ranks_are_differentiated_twice",
+    "sparse_gradient._LookupWithSparseGradient": "test_lookups_of_the_optimizer_none_are_not_differentiated_twice",
     "_op._Refused": "test_a_fused_lookup_is_not_differentiated_twice",
 }
 
@@ -434,6 +437,16 @@ def test_collections_without_an_optimizer_have_second_derivatives(kind: str) -> 
     for got, want in zip([*tables, *p], [*leaves, *weights], strict=True):
         assert got.grad is not None and want.grad is not None and want.grad.abs().max() > 0.1
         assert_close(got.grad.double(), want.grad, 1e-5)
+
+
+def test_lookups_of_the_optimizer_none_are_not_differentiated_twice() -> None:
+    """FBGEMM's module of tables whose gradient is sparse."""
+    spec = (5, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)
+    module = SplitTableBatchedEmbeddingBagsCodegen([spec], optimizer=OptimType.NONE)
+    out = module(ints(1, 3), ints(0, 2))
+    (by,) = torch.autograd.grad(out.pow(2).sum(), module.weights_host, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"lookup with a sparse gradient: a second derivative .* not implemented"):
+        by.to_dense().sum().backward()
 
 
 def test_a_fused_lookup_is_not_differentiated_twice() -> None:
