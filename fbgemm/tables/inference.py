@@ -257,11 +257,10 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         return inference_ids.check_ids(features, indices, offsets, mode.removeprefix("V2_"), self.bounds_check_warning)
 
     def _remapped(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        table_of = torch.tensor(self.feature_table_map, device=indices.device)
         array, begins = self.index_remappings_array, self.index_remappings_array_offsets
         if self.index_remapping_hash_table_cpu is not None:
             array, begins = self.index_remapping_hash_table_cpu
-        return inference_ids.remap_ids(indices, offsets, array, begins, table_of)
+        return inference_ids.remap_ids(indices, offsets, array, begins, self._table_of)
 
     def prefetch(self, indices: Tensor, offsets: Tensor) -> None:
         """Nothing, as there is no cache."""
@@ -415,6 +414,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             spec[1] if remapping is None else remapping.numel()
             for spec, remapping in zip(self.embedding_specs, remappings, strict=True)
         ]
+        # no copy to a device at every lookup
+        self._table_of = torch.tensor(self.feature_table_map, device=self.current_device)
         self.original_rows_per_table = torch.tensor(
             [rows[t] for t in self.feature_table_map], device=self.current_device, dtype=torch.int64
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from shardwise.embeddings.optim.fbgemm_types import EmbeddingLocation, PoolingMode, SparseType
-from shardwise.fbgemm import register_ops
+from shardwise.fbgemm import OPS, register_ops
 from shardwise.fbgemm.tables import (
     IntNBitTableBatchedEmbeddingBagsCodegen,
     align_to_cacheline,
@@ -279,6 +279,48 @@ def test_tables_are_moved_from_meta() -> None:
     made.assign_embedding_weights(whole.split_embedding_weights())
     ids, offsets = batch([spec[1] for spec in TABLES])
     assert torch.equal(made(ids, offsets), whole(ids, offsets))
+
+
+@pytest.mark.parametrize("mode", [PoolingMode.SUM, PoolingMode.NONE])
+def test_the_op_looks_up_in_two_buffers(mode: PoolingMode) -> None:
+    """Tables placed at MANAGED lie in uvm_weights: the second one here, whose bytes in the other buffer are wiped."""
+    specs = [(*TABLES[0][:2], 8, kind, HOST) for kind in FORMATS]
+    tables, _ = filled(specs, pooling_mode=mode)
+    ids, offsets = batch([10] * len(specs))
+    dev, begin = tables.weights_host.clone(), tables.weights_physical_offsets[1]
+    dev[begin : tables.weights_physical_offsets[2]] = 0
+    placements = torch.tensor([3, 1, 3, 3, 3], dtype=torch.int32)
+    output = OPS["int_nbit_split_embedding_codegen_lookup_function"].function(
+        dev, tables.weights_host, placements, tables.weights_offsets, tables.weights_tys, tables.D_offsets,
+        tables.total_D, 8, 8, 8, 8, 8, ids, offsets, int(mode), None, 0,
+    )  # fmt: skip
+    assert torch.equal(output, tables(ids, offsets))
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({4: torch.tensor([2, 5], dtype=torch.uint8)}, r"weights_tys\[1\] is 5"),
+        ({2: torch.tensor([3, 0], dtype=torch.int32)}, r"weights_placements\[1\] is 0: tables of a CPU"),
+        ({3: torch.tensor([0, 9999])}, r"weights_offsets\[1\] is 9999, its buffer has"),
+        ({3: torch.tensor([0])}, "must have F, F, F and F \\+ 1 elements, got 2, 1, 2 and 3"),
+        ({5: torch.tensor([0, 8, 8], dtype=torch.int32)}, "D_offsets must increase, got 8 and then 8"),
+        ({6: 17}, "total_D must be 16, as D_offsets say, got 17"),
+        ({14: 3}, "pooling_mode must be 0"),
+        ({16: 3}, "output_dtype 3: outputs are 0 "),
+        ({4: torch.tensor([2, 6], dtype=torch.uint8)}, "fp8_exponent_bits and fp8_exponent_bias must be positive"),
+    ],
+)
+def test_bad_arguments_of_the_op_are_named(changed: dict[int, Any], text: str) -> None:
+    tables, _ = filled([("a", 10, 8, SparseType.INT8, HOST), ("b", 5, 8, SparseType.INT8, HOST)])
+    args: list[Any] = [
+        tables.weights_host, tables.weights_uvm, tables.weights_placements, tables.weights_offsets, tables.weights_tys,
+        tables.D_offsets, 16, 0, 0, 8, 0, 0, torch.tensor([1, 2]), torch.tensor([0, 1, 2]), 0, None, 0,
+    ]  # fmt: skip
+    for place, value in changed.items():
+        args[place] = value
+    with pytest.raises(ValueError, match=text):
+        OPS["int_nbit_split_embedding_codegen_lookup_function"].function(*args)
 
 
 @pytest.mark.parametrize("registered", [False, True])
