@@ -8,23 +8,87 @@ from .torchrec_names import table
 
 __all__ = ["FBGEMM", "FBGEMM_OPS"]
 
-# of FBGEMM what TorchRec's programs import, for machines without it
+# of FBGEMM's modules what programs import, for machines without it
 FBGEMM_NAMES: Mapping[str, Mapping[str, str]] = {
-    "fbgemm_gpu.split_embedding_configs": {
-        "shardwise.embeddings.optim.fbgemm_types": "EmbOptimType SparseType",
-    },
-    "fbgemm_gpu.split_table_batched_embeddings_ops_common": {
+    # its import registers ops
+    "fbgemm_gpu.sparse_ops": {},
+    "fbgemm_gpu.split_table_batched_embeddings_ops": {
+        "shardwise.embeddings": "WeightDecayMode",
         "shardwise.embeddings.optim.fbgemm_types": (
-            "CacheAlgorithm EmbeddingLocation MultiPassPrefetchConfig PoolingMode"
+            "CacheAlgorithm ComputeDevice EmbeddingLocation OptimType PoolingMode RecordCacheMetrics "
+            "SparseType SplitState"
+        ),
+        "shardwise.fbgemm.tables": (
+            "CounterBasedRegularizationDefinition CounterWeightDecayMode "
+            "DenseTableBatchedEmbeddingBagsCodegen GradSumDecay IntNBitTableBatchedEmbeddingBagsCodegen "
+            "LearningRateMode SplitTableBatchedEmbeddingBagsCodegen TailIdThreshold align_to_cacheline "
+            "round_up rounded_row_size_in_bytes unpadded_row_size_in_bytes"
         ),
         "shardwise.kernels.lookup.bounds": "BoundsCheckMode",
     },
     "fbgemm_gpu.split_table_batched_embeddings_ops_training": {
-        "fbgemm_gpu.split_embedding_configs": "SparseType OptimType=EmbOptimType",
-        "fbgemm_gpu.split_table_batched_embeddings_ops_common": (
-            "BoundsCheckMode CacheAlgorithm EmbeddingLocation MultiPassPrefetchConfig PoolingMode"
-        ),
         "shardwise.embeddings": "WeightDecayMode",
+        "shardwise.embeddings.optim.fbgemm_types": (
+            "CacheAlgorithm ComputeDevice EmbeddingLocation MultiPassPrefetchConfig OptimType PoolingMode "
+            "RecordCacheMetrics SparseType SplitState get_available_compute_device"
+        ),
+        "shardwise.fbgemm.tables": (
+            "CounterBasedRegularizationDefinition CounterWeightDecayMode CowClipDefinition "
+            "DenseTableBatchedEmbeddingBagsCodegen DoesNotHavePrefix EmainplaceModeDefinition "
+            "EnsembleModeDefinition GlobalWeightDecayDefinition GradSumDecay LearningRateMode "
+            "SplitTableBatchedEmbeddingBagsCodegen StepMode TailIdThreshold UserEnabledConfigDefinition"
+        ),
+        "shardwise.kernels.lookup.bounds": "BoundsCheckMode",
+    },
+    "fbgemm_gpu.split_table_batched_embeddings_ops_training_common": {
+        "shardwise.embeddings.optim.fbgemm_types": "PoolingMode sparse_type_int_to_dtype",
+    },
+    "fbgemm_gpu.split_table_batched_embeddings_ops_inference": {
+        "shardwise.embeddings.optim.fbgemm_types": (
+            "CacheAlgorithm EmbeddingLocation EmbeddingSpecInfo PoolingMode RecordCacheMetrics SparseType "
+            "SplitState get_new_embedding_location sparse_type_to_int"
+        ),
+        "shardwise.fbgemm.tables": (
+            "IntNBitTableBatchedEmbeddingBagsCodegen align_to_cacheline nbit_construct_split_state round_up "
+            "rounded_row_size_in_bytes tensor_to_device unpadded_row_size_in_bytes"
+        ),
+        "shardwise.kernels.lookup.bounds": "BoundsCheckMode",
+    },
+    "fbgemm_gpu.split_table_batched_embeddings_ops_common": {
+        "shardwise.embeddings.optim.fbgemm_types": (
+            "CacheAlgorithm ComputeDevice EmbeddingLocation EmbeddingSpecInfo MultiPassPrefetchConfig "
+            "PoolingMode RecordCacheMetrics SplitState get_new_embedding_location"
+        ),
+        "shardwise.fbgemm.tables": "round_up tensor_to_device",
+        "shardwise.kernels.lookup.bounds": "BoundsCheckMode",
+    },
+    "fbgemm_gpu.split_embedding_configs": {
+        "shardwise.embeddings.optim.fbgemm_types": (
+            "EmbOptimType EmbeddingLocation SparseType SplitState sparse_type_int_to_dtype sparse_type_to_int"
+        ),
+    },
+    "fbgemm_gpu.split_embedding_utils": {
+        "shardwise.fbgemm.tables": (
+            "TBERequest b_indices generate_requests get_device get_table_batched_offsets_from_dense round_up to_device"
+        ),
+    },
+    "fbgemm_gpu.tbe.utils": {
+        "shardwise.fbgemm.tables": (
+            "TBERequest b_indices generate_requests get_device get_table_batched_offsets_from_dense round_up to_device"
+        ),
+    },
+    "fbgemm_gpu.tbe.utils.common": {
+        "shardwise.fbgemm.tables": "get_device round_up to_device",
+    },
+    "fbgemm_gpu.tbe.utils.offsets": {
+        "shardwise.fbgemm.tables": "b_indices get_offsets_from_dense get_table_batched_offsets_from_dense to_device",
+    },
+    "fbgemm_gpu.tbe.utils.quantize": {
+        "shardwise.embeddings.optim.fbgemm_types": "SparseType",
+        "shardwise.fbgemm.tables": "to_device",
+    },
+    "fbgemm_gpu.tbe.utils.requests": {
+        "shardwise.fbgemm.tables": "TBERequest generate_requests get_device get_table_batched_offsets_from_dense",
     },
 }
 

@@ -13,7 +13,7 @@ __all__ = ["HINTS", "OPS", "advice", "op_hint"]
 _HOST_TIERS = "rows live on the device that trains them: host memory, caches and SSD are not served"
 _METRICS = "torchmetrics has most of them; shardwise.models has the AUC and normalized entropy of its examples"
 _FBGEMM_KERNELS = (
-    "ops are torch.ops.fbgemm.* after import shardwise.fbgemm, and tables are modules: EmbeddingBagCollection"
+    "ops are torch.ops.fbgemm.* after import shardwise.fbgemm, and tables are modules: shardwise.fbgemm.tables"
 )
 
 # a module or a name of TorchRec, and all below it -> why it is not here, and what to use
@@ -33,8 +33,14 @@ HINTS: Mapping[str, str] = {
 }
 
 _CODECS = "shardwise.QCommsConfig, which compresses what ranks exchange"
-_TABLES = "a module, as EmbeddingBagCollection with apply_optimizer_in_backward"
-_QUANTIZED = "a module, as shardwise.quant.EmbeddingBagCollection"
+_TABLES = (
+    "a module, as EmbeddingBagCollection with apply_optimizer_in_backward,"
+    " or shardwise.fbgemm.tables.SplitTableBatchedEmbeddingBagsCodegen"
+)
+_QUANTIZED = (
+    "a module, as shardwise.quant.EmbeddingBagCollection,"
+    " or shardwise.fbgemm.tables.IntNBitTableBatchedEmbeddingBagsCodegen"
+)
 
 # what of ours does the work -> ops of FBGEMM that are not served; a star ends the beginning of several names
 OPS: Mapping[str, str] = {

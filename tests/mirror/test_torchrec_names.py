@@ -195,7 +195,7 @@ assert types.CacheAlgorithm is CacheAlgorithm and types.BoundsCheckMode is Bound
 try:
     import fbgemm_gpu.tbe.ssd
 except ModuleNotFoundError as error:
-    assert "no counterpart of fbgemm_gpu.tbe; ops are torch.ops.fbgemm.* after import" in str(error), error
+    assert "no counterpart of fbgemm_gpu.tbe.ssd; ops are torch.ops.fbgemm.* after import" in str(error), error
 else:
     raise SystemExit("served what we lack")
 """,
@@ -229,7 +229,7 @@ def test_a_name_we_lack_is_said_by_name(statement: str, missing: str) -> None:
         ("torchrec.distributed.embeding", "nearest: torchrec.distributed.embedding"),
         ("torchrec.metrics.auc.AUCMetric", "torchmetrics has most of them"),
         ("torchrec.distributed.batched_embedding_kernel", "host memory, caches and SSD are not served"),
-        ("fbgemm_gpu.split_table_batched_embeddings_ops_training.SplitTableBatchedEmbeddingBagsCodegen", "are modules"),
+        ("fbgemm_gpu.split_table_batched_embeddings_ops_training.UVMCacheStatsIndex", "are modules"),
     ],
 )
 def test_a_name_we_lack_is_said_with_its_reason_and_what_is_near(name: str, near: str) -> None:
