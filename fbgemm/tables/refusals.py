@@ -86,7 +86,8 @@ def require_places(specs: Sequence[tuple[int, int, EmbeddingLocation, ComputeDev
     Raises:
         ValueError: they are neither all of them in HOST memory for the CPU nor all on DEVICE for CUDA; says which.
     """
-    devices, places = {spec[3].name for spec in specs}, {spec[2].name for spec in specs}
+    devices = {ComputeDevice(spec[3]).name for spec in specs}
+    places = {EmbeddingLocation(spec[2]).name for spec in specs}
     if devices not in ({"CPU"}, {"CUDA"}):
         raise ValueError(
             f"embedding_specs: tables are all for ComputeDevice.CPU or all for CUDA, got {sorted(devices)}"
