@@ -83,12 +83,42 @@ FBGEMM_NAMES: Mapping[str, Mapping[str, str]] = {
     "fbgemm_gpu.tbe.utils.offsets": {
         "shardwise.fbgemm.tables": "b_indices get_offsets_from_dense get_table_batched_offsets_from_dense to_device",
     },
-    "fbgemm_gpu.tbe.utils.quantize": {
-        "shardwise.embeddings.optim.fbgemm_types": "SparseType",
-        "shardwise.fbgemm.tables": "to_device",
-    },
     "fbgemm_gpu.tbe.utils.requests": {
         "shardwise.fbgemm.tables": "TBERequest generate_requests get_device get_table_batched_offsets_from_dense",
+    },
+    "fbgemm_gpu.tbe.config": {
+        "shardwise.embeddings": "WeightDecayMode",
+        "shardwise.embeddings.optim.fbgemm_types": (
+            "ComputeDevice EmbeddingLocation EmbeddingSpecInfo PoolingMode RecordCacheMetrics SplitState"
+        ),
+        "shardwise.fbgemm.tables": (
+            "CounterBasedRegularizationDefinition CounterWeightDecayMode CowClipDefinition DoesNotHavePrefix "
+            "EmainplaceModeDefinition EnsembleModeDefinition GlobalWeightDecayDefinition GradSumDecay "
+            "LearningRateMode StepMode TailIdThreshold UserEnabledConfigDefinition round_up tensor_to_device"
+        ),
+        "shardwise.kernels.lookup.bounds": "BoundsCheckMode",
+    },
+    "fbgemm_gpu.tbe.config.optimizer_config": {
+        "shardwise.embeddings": "WeightDecayMode",
+        "shardwise.fbgemm.tables": (
+            "CounterBasedRegularizationDefinition CounterWeightDecayMode CowClipDefinition DoesNotHavePrefix "
+            "EmainplaceModeDefinition EnsembleModeDefinition GlobalWeightDecayDefinition GradSumDecay "
+            "LearningRateMode StepMode TailIdThreshold UserEnabledConfigDefinition"
+        ),
+    },
+    "fbgemm_gpu.tbe.config.embedding_config": {
+        "shardwise.embeddings.optim.fbgemm_types": (
+            "ComputeDevice EmbeddingLocation EmbeddingSpecInfo PoolingMode RecordCacheMetrics SplitState "
+            "get_new_embedding_location"
+        ),
+        "shardwise.fbgemm.tables": "round_up tensor_to_device",
+        "shardwise.kernels.lookup.bounds": "BoundsCheckMode",
+    },
+    "fbgemm_gpu.tbe.cache.cache_config": {
+        "shardwise.embeddings.optim.fbgemm_types": "CacheAlgorithm EmbeddingLocation MultiPassPrefetchConfig",
+    },
+    "fbgemm_gpu.tbe.cache": {
+        "shardwise.embeddings.optim.fbgemm_types": "CacheAlgorithm MultiPassPrefetchConfig",
     },
 }
 
