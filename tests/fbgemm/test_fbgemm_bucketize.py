@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.fbgemm import OPS
-from shardwise.perf.evidence.fbgemm import draw_call
+from shardwise.perf.evidence.fbgemm.calls import draw_call
 from shardwise.perf.evidence.fbgemm.outcome import differences, outcome
 
 BUCKETIZE = (

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shardwise.fbgemm import OPS, register_ops
-from shardwise.perf.evidence.fbgemm import CALLS, draw_call
+from shardwise.perf.evidence.fbgemm.calls import CALLS, draw_call
 from shardwise.perf.evidence.fbgemm.ops import RECORDED, RECORDS, family, recorded
 from shardwise.perf.evidence.fbgemm.outcome import Outcome, differences, outcome
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.fbgemm import OPS
 from shardwise.kernels._op import INTERPRETED
-from shardwise.perf.evidence.fbgemm import draw_call
+from shardwise.perf.evidence.fbgemm.calls import draw_call
 from shardwise.perf.evidence.fbgemm.outcome import differences, outcome
 
 POOLED = [name for name in OPS if name.startswith(("permute_pooled", "permute_duplicate", "permute_multi", "regroup_"))]

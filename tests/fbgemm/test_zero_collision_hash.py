@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.fbgemm import register_ops
-from shardwise.perf.evidence.fbgemm.calls_ids import hash_of_words
+from shardwise.perf.evidence.fbgemm.calls.ids import hash_of_words
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,7 +19,7 @@ from shardwise.fbgemm import OPS, registered_ops
 from shardwise.perf.evidence.report import Report, Section, grid, report_of
 from shardwise.perf.suite.options import Options
 
-from . import draw_call
+from .calls import draw_call
 from .outcome import flat, outcome
 
 # seconds that one timing takes at least, and timings of each side, which take turns

@@ -21,7 +21,7 @@ from shardwise.fbgemm.tables import IntNBitTableBatchedEmbeddingBagsCodegen
 from shardwise.perf.evidence.report import Report, Section, grid, report_of
 from shardwise.perf.suite.options import Options
 
-from .draw import Draw
+from .calls import Draw
 
 TYPES = ("FP32", "FP16", "FP8", "INT8", "INT4", "INT2")
 OUTPUTS = ("FP32", "FP16", "BF16", "INT8")

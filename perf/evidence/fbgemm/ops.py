@@ -20,7 +20,7 @@ from shardwise.fbgemm import OPS
 from shardwise.perf.evidence.report import ROOT, Report, Section, grid, report_of
 from shardwise.perf.suite.options import FLAG, Options
 
-from . import draw_call
+from .calls import draw_call
 from .outcome import Outcome, differences, outcome
 
 RECORDED = ROOT / "tests" / "fbgemm" / "recorded"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .draw import Call
+from .calls import Call
 
 # relative and absolute difference allowed, by dtype; numbers of other dtypes are equal. FBGEMM adds fp16 up in fp16
 BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-6, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-6}

@@ -8,8 +8,8 @@ import struct
 import torch
 from torch import Tensor
 
-from .calls_quantize_rows import rare, rounded, rows
 from .draw import Call, Draw, calls
+from .quantize_rows import rare, rounded, rows
 
 _FLOAT_TYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}
 _EPSILON = 1e-20

@@ -1,6 +1,6 @@
 """Random arguments of ops, the same numbers on every machine: Python's generator makes them, no torch version does.
 
-A function of a `calls_*` file draws one call of an op; `CALLS` is the table of them.
+A function of a file beside this one draws one call of an op; `CALLS` is the table of them.
 """
 
 from __future__ import annotations
