@@ -7,12 +7,12 @@ identities [S, 1], -1 where a slot is free.
 from __future__ import annotations
 
 import warnings
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels import BoundsCheckMode
 from .hashes import murmur_hash, unsigned_remainder
 from .registry import op
 from .slots import FREE, slots_in_turn
@@ -21,17 +21,6 @@ _INDEX = (torch.int32, torch.int64)
 _MAX_INT32 = 2**31 - 1
 # slots of an id that are looked at together
 _PROBES = 16
-
-
-class _Mode(IntEnum):
-    FATAL = 0
-    WARNING = 1
-    IGNORE = 2
-    NONE = 3
-
-
-# modes that ask for another kernel of FBGEMM's, by their numbers
-_OTHER_KERNEL = {4: _Mode.IGNORE, 5: _Mode.WARNING, 6: _Mode.FATAL}
 
 
 @op(
@@ -62,7 +51,7 @@ def bounds_check_indices(
     threads has no part in the result.
     """
     mode = _checked_mode(rows_per_table, indices, offsets, bounds_check_mode, warning, weights, B_offsets, max_B)
-    if mode is _Mode.NONE:
+    if mode is BoundsCheckMode.NONE:
         return
     size, bags, tables = indices.shape[0], offsets.shape[0] - 1, rows_per_table.shape[0]
     inside = offsets.clamp(0, size)
@@ -77,10 +66,10 @@ def bounds_check_indices(
     rows = torch.cat([rows_per_table.new_full((1,), -1), rows_per_table])
     rows = rows.repeat_interleave(torch.cat([begins[:1], begins.diff()]), output_size=size)  # [N]
     outside = ((indices < -1) | (indices >= rows)) & (rows >= 0)
-    if mode is _Mode.FATAL:
+    if mode is BoundsCheckMode.FATAL:
         _require_none(offsets, inside, indices, outside, rows)
         return
-    if mode is _Mode.WARNING:
+    if mode is BoundsCheckMode.WARNING:
         # FBGEMM counts bags as it corrects one after another: the begin of each is corrected, its end is not
         ends = torch.cat([offsets[1:-1], inside[-1:]])[:bags]
         fallen = (ends < inside[:-1]) | (ends > size)
@@ -108,12 +97,13 @@ def _checked_mode(
     weights: Tensor | None,
     B_offsets: Tensor | None,
     max_B: int,
-) -> _Mode:
-    if mode not in (*_Mode, *_OTHER_KERNEL):
-        raise ValueError(
-            f"bounds_check_mode must be 0 (fatal), 1 (warning), 2 (ignore), 3 (none) or 4 to 6, got {mode}"
-        )
-    asked = _OTHER_KERNEL[mode] if mode in _OTHER_KERNEL else _Mode(mode)
+) -> BoundsCheckMode:
+    if mode not in [*BoundsCheckMode]:
+        modes = ", ".join(f"{each.value} ({each.name.lower()})" for each in BoundsCheckMode)
+        raise ValueError(f"bounds_check_mode must be one of {modes}, got {mode}")
+    asked = BoundsCheckMode(mode)
+    # here NONE reads ids as they are
+    asked = asked if asked is BoundsCheckMode.NONE else asked.effect
     for name, tensor in (("indices", indices), ("offsets", offsets)):
         if tensor.dtype not in _INDEX:
             raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
