@@ -31,6 +31,8 @@ Edit: TypeAlias = tuple[int, int, str]
 
 _Block: TypeAlias = cst.Module | cst.IndentedBlock
 _OURS = ("torchrec", "fbgemm_gpu", "shardwise")
+# its import registers the ops of FBGEMM
+OPS_MODULE = "shardwise.fbgemm"
 # what may be imported between two statements that become one: its import does nothing that ours could notice
 _HARMLESS = frozenset({*sys.stdlib_module_names, *_OURS, "numpy", "torch", "typing_extensions"})
 _HANDS_OFF = re.compile(rb"#\s*(?:isort|fmt|ruff|yapf)\s*:\s*(?:off|skip|skip_file|disable)\b")
@@ -93,14 +95,22 @@ def dotted(node: cst.CSTNode) -> str:
 
 
 def rewrites(
-    tree: cst.Module, body: bytes, spans: Mapping[cst.CSTNode, CodeSpan], starts: Sequence[int] = ()
+    tree: cst.Module,
+    body: bytes,
+    spans: Mapping[cst.CSTNode, CodeSpan],
+    starts: Sequence[int] = (),
+    *,
+    names_ops: bool = False,
 ) -> tuple[list[Edit], int]:
     """What rewrites the imports of a program, and how many statements that changes.
 
     `starts` are the bytes at which its pieces begin (the cells of a notebook): no statement leaves its piece.
+    `names_ops`: whether it calls ops of FBGEMM's, which importing torchrec would have loaded.
     """
     rewriting = _Rewriting(tree, body, spans, starts)
     rewriting.run()
+    if names_ops:
+        rewriting.load_ops()
     return rewriting.edits, rewriting.changed
 
 
@@ -128,6 +138,21 @@ class _Rewriting:
             if statement not in done:
                 assert isinstance(statement, cst.Import | cst.ImportFrom)
                 self._rewrite_alone(statement)
+
+    def load_ops(self) -> None:
+        """Import what registers FBGEMM's ops above the first import of ours, unless the program imports it."""
+        for statement in match.findall(self.tree, match.Import()):
+            for alias in aliases_of(statement):
+                if alias.module.split(".")[0] == "fbgemm_gpu" or alias.module.startswith(OPS_MODULE):
+                    return
+        for node in self.tree.body:
+            if isinstance(node, cst.SimpleStatementLine):
+                roots = {alias.module.split(".")[0] for alias in aliases_of(node.body[0])}
+                if roots & {*_OURS}:
+                    begin = self._line_start(self._span(node.body[0])[0])
+                    self.edits.append((begin, begin, f"import {OPS_MODULE}{self.tree.default_newline}"))
+                    self.changed += 1
+                    return
 
     def _runs(self, block: _Block) -> Iterator[list[_Line]]:
         """The statements of a block that nothing keeps apart."""
@@ -168,7 +193,7 @@ class _Rewriting:
         if isinstance(statement, cst.Import):
             if len(aliases) > 1:
                 return None
-            return _Line(node, statement, parts, aliases[0].module.split(".")[0] == "torchrec", joins)
+            return _Line(node, statement, parts, aliases[0].module.split(".")[0] in ("torchrec", "fbgemm_gpu"), joins)
         return _Line(node, statement, parts, any(part.home != aliases[0].module for part in parts), joins)
 
     def _rewrite(self, block: _Block, run: Sequence[_Line]) -> None:

@@ -20,6 +20,7 @@ from .mirror import MODULES, OWN_NAMES
 from .torchrec_names import TABLE
 
 __all__ = [
+    "OPS_ROOT",
     "Finding",
     "Status",
     "finding",
@@ -33,6 +34,7 @@ __all__ = [
 Status: TypeAlias = Literal["works", "differs", "missing"]
 # where TorchRec's names and FBGEMM's begin
 _ROOTS = ("torchrec", "fbgemm_gpu", "torch.ops.fbgemm")
+# where the names of its ops begin
 OPS_ROOT = "torch.ops.fbgemm."
 _NAMES = {**TABLE, **FBGEMM}
 

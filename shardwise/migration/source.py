@@ -19,7 +19,7 @@ import libcst.matchers as match
 from libcst import metadata
 
 from .imports import Edit, aliases_of, dotted, rewrites
-from .names import is_module, name_at
+from .names import OPS_ROOT, finding, is_module, name_at
 
 __all__ = ["Body", "Edit", "Program", "Unreadable", "Use", "edited", "parsed", "read_body", "read_program"]
 
@@ -99,7 +99,8 @@ def read_body(body: bytes, starts: Sequence[int] = ()) -> Body:
     try:
         read = _Reading(parsed(body))
         uses = {*read.imported(), *read.accessed()}
-        edits, changed = rewrites(read.tree, body, read.spans, starts)
+        names_ops = any(use.name.startswith(OPS_ROOT) and finding(use.name).ours for use in uses)
+        edits, changed = rewrites(read.tree, body, read.spans, starts, names_ops=names_ops)
         return Body(tuple(sorted(uses, key=lambda use: (use.line, use.name))), edits, changed)
     except RecursionError:
         raise Unreadable(1, "an expression is nested too deeply") from None

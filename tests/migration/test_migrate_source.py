@@ -135,6 +135,14 @@ REWRITTEN = {
         "from shardwise.fbgemm_gpu.split_embedding_configs import mystery"
     ),
     "import fbgemm_gpu  # noqa": "import shardwise.fbgemm_gpu as fbgemm_gpu  # noqa",
+    "import fbgemm_gpu\ntorch.ops.fbgemm.mystery(1)": (
+        "import shardwise.fbgemm_gpu as fbgemm_gpu\ntorch.ops.fbgemm.mystery(1)"
+    ),
+    # ops that came with torchrec
+    "import torch\nfrom torchrec import PoolingType\nx = torch.ops.fbgemm.invert_permute(p)": (
+        "import torch\nimport shardwise.fbgemm\nfrom shardwise import PoolingType\n"
+        "x = torch.ops.fbgemm.invert_permute(p)"
+    ),
     # left alone
     "from torchrec.optim import *": "from torchrec.optim import *",
     "from fbgemm_gpu.mystery import Thing": "from fbgemm_gpu.mystery import Thing",
