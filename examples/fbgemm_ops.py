@@ -4,6 +4,7 @@
 docs/fbgemm.md has every op. python examples/fbgemm_ops.py
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import torch

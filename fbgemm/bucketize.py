@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..kernels import Bucketized
-from ..kernels._op import INTERPRETED
+from shardwise import kernels
+from shardwise.kernels import Bucketized
+from shardwise.kernels._op import INTERPRETED
+
 from .registry import op
 
 

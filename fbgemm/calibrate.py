@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import kernels
+from shardwise import kernels
+
 from .registry import op
 
 

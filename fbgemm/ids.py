@@ -11,8 +11,9 @@ import warnings
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..kernels import BoundsCheckMode
+from shardwise import kernels
+from shardwise.kernels import BoundsCheckMode
+
 from .hashes import murmur_hash, unsigned_remainder
 from .registry import op
 from .slots import FREE, slots_in_turn

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import kernels
+from shardwise import kernels
+
 from .registry import op
 
 

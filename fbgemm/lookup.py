@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import kernels
+from shardwise import kernels
+
 from .hashes import mix32, mix64, unsigned_remainder
 from .registry import op
 from .slots import FREE, slots_in_turn

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..kernels import (
+from shardwise.kernels import (
     MINIFLOAT,
     FusedTable,
     FusedTables,
@@ -25,6 +25,7 @@ from ..kernels import (
     fused_sequence_lookup,
     quantize_pooled,
 )
+
 from .registry import op
 
 # numbers of FBGEMM's `SparseType`, and names of row formats

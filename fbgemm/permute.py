@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import kernels
+from shardwise import kernels
+
 from .registry import op
 
 _Permuted = tuple[Tensor, Tensor, Tensor | None]

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..kernels._op import on_own_device, unwatched
+from shardwise.kernels._op import on_own_device, unwatched
 
 __all__ = ["OPS", "Op", "installed_fbgemm", "load_ops", "op", "register_ops", "registered_ops"]
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import kernels
-from ..kernels import RegroupPlan
-from ..kernels._op import register, register_autograd, unwatched
+from shardwise import kernels
+from shardwise.kernels import RegroupPlan
+from shardwise.kernels._op import register, register_autograd, unwatched
+
 from .registry import op
 
 _Keys = tuple[tuple[str, ...], ...]

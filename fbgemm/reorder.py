@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import kernels
+from shardwise import kernels
+
 from .registry import op
 
 _INDEX = (torch.int32, torch.int64)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..kernels._op import eager
+from shardwise import kernels
+from shardwise.kernels._op import eager
+
 from .registry import op
 
 

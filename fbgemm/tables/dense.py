@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...embeddings.optim.fbgemm_types import PoolingMode, SparseType
-from ...embeddings.policy import LookupPolicy
-from ...kernels import flatten_segments, pooled_lookup, sequence_lookup
+from shardwise.embeddings.optim.fbgemm_types import PoolingMode, SparseType
+from shardwise.embeddings.policy import LookupPolicy
+from shardwise.kernels import flatten_segments, pooled_lookup, sequence_lookup
+
 from .buffers import Parts
 from .table_batched import TableBatched, features_of, require_shapes, trained_dtype
 from .variable_batch import cut_to_ranks

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...embeddings.optim.fbgemm_types import CacheAlgorithm, EmbeddingLocation, PoolingMode, SparseType
-from ...kernels import BoundsCheckMode
-from ...kernels.features import same_length
+from shardwise.embeddings.optim.fbgemm_types import CacheAlgorithm, EmbeddingLocation, PoolingMode, SparseType
+from shardwise.kernels import BoundsCheckMode
+from shardwise.kernels.features import same_length
+
 from ..nbit_lookup import OUTPUTS, int_nbit_split_embedding_codegen_lookup_function
 from . import inference_ids
 from .inference_layout import (

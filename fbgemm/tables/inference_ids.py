@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels import ids_pass, require_ids
-from ...kernels.features import FIELDS, ROWS, batch_size, locate_ids
+from shardwise.kernels import ids_pass, require_ids
+from shardwise.kernels.features import FIELDS, ROWS, batch_size, locate_ids
 
 # a mode by the name of FBGEMM's `BoundsCheckMode`
 FATAL, WARNING, IGNORE, NONE = "FATAL", "WARNING", "IGNORE", "NONE"

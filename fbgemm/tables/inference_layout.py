@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from ...embeddings.optim.fbgemm_types import EmbeddingLocation, SplitState
+from shardwise.embeddings.optim.fbgemm_types import EmbeddingLocation, SplitState
 
 __all__ = [
     "DEFAULT_SCALE_BIAS_SIZE_IN_BYTES",

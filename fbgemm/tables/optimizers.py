@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...embeddings.optim.fbgemm_types import OptimType
-from ...embeddings.optim.optimizers import RowWiseAdagrad, WeightDecayMode, optimizer_spec
-from ...embeddings.optim.rule_optimizer import LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB
-from ...embeddings.tables.table_layout import OptimizerSpec
-from ...kernels import rule_named
+from shardwise.embeddings.optim.fbgemm_types import OptimType
+from shardwise.embeddings.optim.optimizers import RowWiseAdagrad, WeightDecayMode, optimizer_spec
+from shardwise.embeddings.optim.rule_optimizer import LAMB, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB
+from shardwise.embeddings.tables.table_layout import OptimizerSpec
+from shardwise.kernels import rule_named
 
 
 class OptimizerArgs(NamedTuple):

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ...embeddings.optim.fbgemm_types import ComputeDevice, EmbeddingLocation, SparseType
-from ...embeddings.optim.optimizers import WeightDecayMode
+from shardwise.embeddings.optim.fbgemm_types import ComputeDevice, EmbeddingLocation, SparseType
+from shardwise.embeddings.optim.optimizers import WeightDecayMode
+
 from .optimizer_settings import UserEnabledConfigDefinition
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...kernels import complete_cumsum
+from shardwise.kernels import complete_cumsum
 
 Deviceable = TypeVar("Deviceable", nn.EmbeddingBag, nn.Embedding, Tensor)
 # candidates of a bag at least, so that even a skewed draw has L that differ

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...embeddings.tables.row_sums import sum_rows
-from ...embeddings.tables.table_group import TableGroup
-from ...kernels._op import no_second_derivative
+from shardwise.embeddings.tables.row_sums import sum_rows
+from shardwise.embeddings.tables.table_group import TableGroup
+from shardwise.kernels._op import no_second_derivative
 
 
 class _LookupWithSparseGradient(torch.autograd.Function):

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...embeddings.optim.fbgemm_types import PoolingMode, SparseType
-from ...embeddings.policy import LookupPolicy
-from ...embeddings.tables.table_group import TableGroup
-from ...embeddings.tables.table_layout import LookupFeature, OptimizerSpec, TableShape, lay_out
+from shardwise.embeddings.optim.fbgemm_types import PoolingMode, SparseType
+from shardwise.embeddings.policy import LookupPolicy
+from shardwise.embeddings.tables.table_group import TableGroup
+from shardwise.embeddings.tables.table_layout import LookupFeature, OptimizerSpec, TableShape, lay_out
+
 from .buffers import Parts
 from .variable_batch import pad_bags, require_batch_sizes
 

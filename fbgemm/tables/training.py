@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...embeddings.optim.fbgemm_types import (
+from shardwise.embeddings.optim.fbgemm_types import (
     CacheAlgorithm,
     ComputeDevice,
     EmbeddingLocation,
@@ -23,9 +23,10 @@ from ...embeddings.optim.fbgemm_types import (
     RecordCacheMetrics,
     SparseType,
 )
-from ...embeddings.optim.optimizers import WeightDecayMode
-from ...embeddings.policy import LookupPolicy
-from ...kernels import BoundsCheckMode
+from shardwise.embeddings.optim.optimizers import WeightDecayMode
+from shardwise.embeddings.policy import LookupPolicy
+from shardwise.kernels import BoundsCheckMode
+
 from .buffers import Parts
 from .optimizer_settings import (
     CounterBasedRegularizationDefinition,

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...embeddings.tables.variable_batch import on_device, select_rows
-from ...kernels import complete_cumsum, jagged_to_padded_dense
+from shardwise.embeddings.tables.variable_batch import on_device, select_rows
+from shardwise.kernels import complete_cumsum, jagged_to_padded_dense
 
 
 def require_batch_sizes(sizes: Sequence[Sequence[int]], features: int, offsets: Tensor) -> None:
