@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from threading import RLock
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -222,8 +222,9 @@ def outside_graphs(function: Function) -> Function:
     An op whose output has a size that depends on data ends a graph. It is called between two graphs then, and every
     Python function of its implementation would be compiled in turn. What is traced into a graph is not changed by this.
     """
-    if isinstance(function, FunctionType) and _SKIPPED is not None:
-        _eval_frame.set_code_exec_strategy(function.__code__, _SKIPPED)
+    code = getattr(function, "__code__", None)
+    if code is not None and _SKIPPED is not None:
+        _eval_frame.set_code_exec_strategy(code, _SKIPPED)
     return function
 
 
