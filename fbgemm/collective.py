@@ -19,7 +19,13 @@ from .registry import op
 def merge_pooled_embeddings(
     pooled_embeddings: Sequence[Tensor], uncat_dim_size: int, target_device: torch.device, cat_dim: int = 1
 ) -> Tensor:
-    """The tensors beside one another along `cat_dim` on the target; `uncat_dim_size` is the size of the other dim."""
+    """The tensors beside one another along `cat_dim` on the target, in the dtype of the first.
+
+    `uncat_dim_size` is the size of the other dim.
+    """
+    dtype = pooled_embeddings[0].dtype if pooled_embeddings else None
+    if any(each.dtype != dtype for each in pooled_embeddings):
+        pooled_embeddings = [each.to(dtype) for each in pooled_embeddings]
     # on one device they are joined before they move: one copy
     devices = {each.device for each in pooled_embeddings}
     if len(devices) == 1:

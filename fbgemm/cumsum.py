@@ -14,12 +14,16 @@ from shardwise import kernels
 
 from .registry import op
 
+# sums of these pass what their dtype holds, or are none
+_NO_SUMS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.complex64, torch.complex128)
+
 
 @op("asynchronous_complete_cumsum(Tensor t_in) -> Tensor")
 def asynchronous_complete_cumsum(t_in: Tensor) -> Tensor:
     """Offsets [B + 1] of lengths [B], or [K, B + 1] of [K, B]."""
     if t_in.dim() not in (1, 2):
         raise ValueError(f"t_in must have 1 or 2 dimensions, got shape {list(t_in.shape)}")
+    _require_sums("t_in", t_in)
     return kernels.complete_cumsum(t_in)
 
 
@@ -28,18 +32,21 @@ def asynchronous_batched_complete_cumsum(values: Tensor) -> Tensor:
     """Offsets [K, B + 1] of lengths [K, B]."""
     if values.dim() != 2:
         raise ValueError(f"values must have 2 dimensions, got shape {list(values.shape)}")
+    _require_sums("values", values)
     return kernels.complete_cumsum(values)
 
 
 @op("asynchronous_inclusive_cumsum(Tensor t_in) -> Tensor")
 def asynchronous_inclusive_cumsum(t_in: Tensor) -> Tensor:
     """Each number plus all before it, in the order of memory; the shape of `t_in`."""
+    _require_sums("t_in", t_in)
     return t_in.reshape(-1).cumsum(0, dtype=t_in.dtype).view(t_in.shape)
 
 
 @op("asynchronous_exclusive_cumsum(Tensor t_in) -> Tensor")
 def asynchronous_exclusive_cumsum(t_in: Tensor) -> Tensor:
     """All numbers before each, in the order of memory; the shape of `t_in`."""
+    _require_sums("t_in", t_in)
     return kernels.complete_cumsum(t_in.reshape(-1))[:-1].view(t_in.shape)
 
 
@@ -64,11 +71,7 @@ def _lengths_range_fake(t_in: Tensor, shape: Sequence[int] | None = None) -> Ten
 @op("lengths_range(Tensor t_in, SymInt[]? shape=None) -> Tensor", fake=_lengths_range_fake)
 def lengths_range(t_in: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """0, 1, ... within each bag of these lengths; `shape`, whose product is their sum, saves a wait for the device."""
-    offsets = kernels.complete_cumsum(t_in)
-    if shape is None:
-        # the sizes of outputs are known on the host alone
-        return kernels.offsets_range(offsets, int(offsets[-1]))
-    return kernels.offsets_range(offsets, _numel(shape))
+    return _ranges("t_in", t_in, shape)
 
 
 @op(
@@ -77,7 +80,17 @@ def lengths_range(t_in: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 )
 def repeat_arange(lengths: Tensor) -> Tensor:
     """0, 1, ... within each bag of these lengths."""
-    return lengths_range(lengths)
+    return _ranges("lengths", lengths, None)
+
+
+def _ranges(name: str, lengths: Tensor, shape: Sequence[int] | None) -> Tensor:
+    if lengths.dim() != 1:
+        raise ValueError(f"{name} must have 1 dimension, got shape {list(lengths.shape)}")
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {lengths.dtype}")
+    offsets = kernels.complete_cumsum(lengths)
+    # the sizes of outputs are known on the host alone
+    return kernels.offsets_range(offsets, int(offsets[-1]) if shape is None else _numel(shape))
 
 
 @op("jagged_hash_size_cumsum(Tensor offsets, Tensor indices, int batch_size) -> (Tensor, Tensor)")
@@ -99,6 +112,12 @@ def jagged_hash_size_cumsum(offsets: Tensor, indices: Tensor, batch_size: int) -
     rows = offsets.new_zeros(ends.shape[0] + 1).scatter_reduce(0, key, (indices + 1).to(offsets.dtype), "amax")
     numbers = torch.arange(ends.shape[0] + 1, dtype=offsets.dtype, device=offsets.device)
     return kernels.complete_cumsum(rows[:-1]), numbers
+
+
+def _require_sums(name: str, numbers: Tensor) -> None:
+    """TypeError where the numbers are too narrow for their sums, which would come out wrong in silence."""
+    if numbers.dtype in _NO_SUMS:
+        raise TypeError(f"{name} must be int32, int64 or floating, got {numbers.dtype}")
 
 
 def _numel(shape: Sequence[int]) -> int:

@@ -120,8 +120,8 @@ def _checked_mode(
         if tensor.dim() != 1 or (tensor.shape[0] == 0 and name != "indices"):
             raise ValueError(f"{name} must have 1 dimension and an entry, got shape {list(tensor.shape)}")
     bags, tables = offsets.shape[0] - 1, rows_per_table.shape[0]
-    if weights is not None and weights.shape[0] != indices.shape[0]:
-        raise ValueError(f"weights must be {indices.shape[0]} as indices are, got {weights.shape[0]}")
+    if weights is not None and weights.shape[:1] != indices.shape:
+        raise ValueError(f"weights must be {indices.shape[0]} as indices are, got shape {list(weights.shape)}")
     if B_offsets is None:
         if bags % tables:
             raise ValueError(f"{bags + 1} offsets do not divide among {tables} tables: expected T * B + 1")

@@ -224,6 +224,15 @@ def get_source_mask(num_sources: Tensor, num_targets: Tensor, output_size: int) 
     if isinstance(output_size, int) and output_size < 0:
         raise ValueError(f"output_size must not be negative, got {output_size}")
     sizes = num_sources + num_targets
+    # on the CPU alone: elsewhere the numbers would be waited for
+    if isinstance(output_size, int) and eager(num_sources, num_targets) and sizes.shape[0]:
+        for name, numbers in (("num_sources", num_sources), ("num_targets", num_targets)):
+            if int(numbers.min()) < 0:
+                raise ValueError(
+                    f"{name} must not be negative, sample {int(numbers.argmin())} has {int(numbers.min())}"
+                )
+        if int(sizes.sum()) > output_size:
+            raise ValueError(f"output_size must be at least the sum of all, {int(sizes.sum())}, got {output_size}")
     return _inside(kernels.complete_cumsum(sizes)[:-1], num_sources, output_size)
 
 

@@ -40,6 +40,11 @@ def pruned_array_lookup(
     """Where pruning has put the row of each id [N]: what the remapping of its table says, -1 where the row is gone."""
     _check_index("index_remappings", index_remappings, 1)
     table = _tables(indices, offsets, "index_remappings_offsets", index_remappings_offsets)
+    if indices.is_cpu and int(index_remappings_offsets[-1]) > index_remappings.shape[0]:
+        raise ValueError(
+            f"index_remappings_offsets must end within the {index_remappings.shape[0]} rows of index_remappings,"
+            f" got {int(index_remappings_offsets[-1])}"
+        )
     begin = index_remappings_offsets[table]
     rows = index_remappings_offsets[table + 1] - begin
     pruned, outside = rows > 0, (indices < 0) | (indices >= rows)

@@ -182,7 +182,7 @@ def invert_permute(permute: Tensor) -> Tensor:
     return kernels.invert_permute(permute.reshape(-1)).view(permute.shape)
 
 
-@op("permute102_baddbmm_permute102(Tensor bias, Tensor A, Tensor B) -> Tensor", differentiable=True)
+@op("permute102_baddbmm_permute102(Tensor bias, Tensor A, Tensor B) -> Tensor", differentiable=True, autocast=True)
 def permute102_baddbmm_permute102(bias: Tensor, A: Tensor, B: Tensor) -> Tensor:
     """Row m of batch b of A [M, G, K] times B [G, K, N] plus bias [G, N]: [M, G, N]."""
     if A.dim() != 3 or B.dim() != 3 or A.shape[1:] != B.shape[:2] or bias.shape != (B.shape[0], B.shape[2]):

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.kernels._op import on_own_device, unwatched
+from shardwise.kernels._op import on_own_device, outside_graphs, unwatched
 
 __all__ = ["OPS", "Op", "installed_fbgemm", "load_ops", "op", "register_ops", "registered_ops"]
 
@@ -33,7 +33,8 @@ class Op:
     """One op: `schema` is upstream's without the namespace, `function` computes it, `fake` gives shapes alone.
 
     `tensors` is false of an op that takes none and is found by no tensor's device: it runs for all devices.
-    `across_devices` is true of one whose tensors may be on several devices.
+    `across_devices` is true of one whose tensors may be on several devices, `autocast` of one that `torch.autocast`
+    may run in fewer bits.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Op:
     differentiable: bool
     tensors: bool
     across_devices: bool
+    autocast: bool
 
 
 # name -> op: all that this library serves
@@ -59,6 +61,7 @@ def op(
     fake: Callable[..., Any] | None = None,
     differentiable: bool = False,
     across_devices: bool = False,
+    autocast: bool = False,
 ) -> Callable[[Function], Function]:
     """Put the decorated function into `OPS`. Its defaults have to be the schema's.
 
@@ -68,6 +71,8 @@ def op(
             to read no values then.
         differentiable: whether outputs have gradients. The function then runs as it is under autograd.
         across_devices: whether tensors may be on several devices. The function then picks none as the current one.
+        autocast: whether `torch.autocast` reaches what the function calls. Upstream's kernels compute in the dtypes of
+            their arguments wherever they are not made of torch's own ops.
     """
 
     def define(function: Function) -> Function:
@@ -76,7 +81,7 @@ def op(
             raise AssertionError(f"fbgemm::{name} is defined twice")
         kinds = [str(argument.type) for argument in torch._C.parse_schema(schema).arguments]
         tensors = any("Tensor" in kind for kind in kinds)
-        OPS[name] = Op(name, schema, function, fake or function, differentiable, tensors, across_devices)
+        OPS[name] = Op(name, schema, function, fake or function, differentiable, tensors, across_devices, autocast)
         return function
 
     return define
@@ -156,6 +161,7 @@ def _exists(name: str) -> bool:
 
 
 def _register(library: torch.library.Library, each: Op) -> None:
+    outside_graphs(each.function)
     library.define(each.schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     if not each.tensors:
         library.impl(each.name, each.function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -165,9 +171,24 @@ def _register(library: torch.library.Library, each: Op) -> None:
     on_cuda = each.function if each.across_devices else on_own_device(each.schema, each.function)
     library.impl(each.name, on_cuda, "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{each.name}", each.fake, lib=library)
+    overload = getattr(getattr(torch.ops, NAMESPACE), each.name).default
+    if not each.autocast:
+        for key in ("AutocastCPU", "AutocastCUDA"):
+            library.impl(each.name, _below_autocast(overload), key)  # type: ignore[no-untyped-call]
     if each.differentiable:
-        overload = getattr(getattr(torch.ops, NAMESPACE), each.name).default
         library.impl(each.name, _with_gradients(each, overload), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+
+
+def _below_autocast(overload: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
+    """What runs under `torch.autocast`: the op, for which there is none."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+    def call(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return overload(*args)
+
+    return outside_graphs(call)
 
 
 def _with_gradients(each: Op, overload: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
@@ -199,4 +220,4 @@ def _with_gradients(each: Op, overload: torch._ops.OpOverload[..., Any]) -> Call
             return function(*args)
         return overload.redispatch(below_autograd, *args)
 
-    return call
+    return outside_graphs(call)

@@ -166,6 +166,8 @@ def _arguments(keys: _Keys, lengths: _Lengths, groups: _Keys) -> tuple[list[_Row
     for tensor, (names, columns) in enumerate(zip(keys, lengths, strict=True)):
         if len(names) != len(columns):
             raise ValueError(f"tensor {tensor} has {len(names)} keys but {len(columns)} lengths")
+        if any(width < 0 for width in columns):
+            raise ValueError(f"lengths[{tensor}] must not be negative, got {list(columns)}")
         for name, first, width in zip(names, accumulate(columns, initial=0), columns, strict=False):
             owners.setdefault(name, (tensor, first, width))
     uses = [(output, name) for output, group in enumerate(groups) for name in group]

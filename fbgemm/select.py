@@ -88,6 +88,11 @@ def batch_index_select_dim0_tensor(
     permute_output_dim_0_1: bool = False,
 ) -> Tensor:
     """`batch_index_select_dim0` of sizes that are tensors [tables], of which a GPU's are waited for."""
+    for name, sizes in (
+        ("input_num_indices", input_num_indices), ("input_rows", input_rows), ("input_columns", input_columns)
+    ):  # fmt: skip
+        if sizes.dim() != 1:
+            raise ValueError(f"{name} must have one dimension, got shape {list(sizes.shape)}")
     # sizes of views are known on the host alone
     num_indices, rows, columns = (each.tolist() for each in (input_num_indices, input_rows, input_columns))
     return batch_index_select_dim0(inputs, indices, num_indices, rows, columns, permute_output_dim_0_1)
@@ -194,5 +199,9 @@ def _check(fits: Any, what: str, got: Any) -> None:
 def _rows(rows: Tensor, indices: Tensor) -> Tensor:
     if indices.dim() != 1:
         raise ValueError(f"indices must have one dimension, got shape {list(indices.shape)}")
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices must be int32 or int64, got {indices.dtype}")
+    if rows.dim() == 0:
+        raise ValueError("input must have a dimension of rows, got shape []")
     # on CUDA the gradient of an index has the same bits every time, that of index_select has not
     return rows[indices] if rows.is_cuda else rows.index_select(0, indices)

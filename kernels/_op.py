@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from threading import RLock
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -142,6 +142,15 @@ _transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._is_
 
 _library = torch.library.Library("shardwise", "DEF")  # type: ignore[no-untyped-call]
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+# what `torch.compiler.disable` asks for, at no cost for each call; where a torch has no such thing, frames are compiled
+_eval_frame: Any = importlib.import_module("torch._C._dynamo.eval_frame")
+_SKIPPED = (
+    _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+    if hasattr(_eval_frame, "set_code_exec_strategy")
+    else None
+)
+
 
 def runs_kernel(tensor: Tensor) -> bool:
     """Whether an op on `tensor` launches its Triton kernel; otherwise its torch twin runs."""
@@ -199,11 +208,24 @@ def register(
 ) -> torch._ops.OpOverload[..., Any]:
     """Define `shardwise::<schema>` with one implementation for CPU and CUDA and a fake one for compilers."""
     name = schema.split("(")[0]
+    outside_graphs(implementation)
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     _library.impl(name, implementation, "CPU")  # type: ignore[no-untyped-call]
     _library.impl(name, on_own_device(schema, implementation), "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"shardwise::{name}", fake, lib=_library)
     return getattr(torch.ops.shardwise, name).default  # type: ignore[no-any-return]
+
+
+def outside_graphs(function: Function) -> Function:
+    """The function; torch.compile will not look into it, nor into what it calls, where an op is called in Python.
+
+    An op whose output has a size that depends on data ends a graph. It is called between two graphs then, and every
+    Python function of its implementation would be compiled in turn. What is traced into a graph is not changed by this.
+    """
+    code = getattr(function, "__code__", None)
+    if code is not None and _SKIPPED is not None:
+        _eval_frame.set_code_exec_strategy(code, _SKIPPED)
+    return function
 
 
 def on_own_device(schema: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,7 +264,7 @@ def on_own_device(schema: str, implementation: Callable[..., Any]) -> Callable[.
         with torch.cuda.device(index):
             return implementation(*args)
 
-    return guarded
+    return outside_graphs(guarded)
 
 
 def _several_devices(schema: str, arguments: Sequence[Any], args: Sequence[Any]) -> str:

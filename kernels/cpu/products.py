@@ -336,11 +336,14 @@ def dense_bmm_cpu(values: Tensor, offsets: Tensor, dense: Tensor, max_length: in
         starts = offsets[block.low : block.high]
         right = matrices[block.low : block.high]
         padded = padded_rows(values, starts, block.width)  # [bags, width, D]
-        product = torch.bmm(padded, right if exact else right.to(padded.dtype)).view(-1, columns)  # [bags * width, E]
+        # into a tensor that is there: torch.autocast would round what it multiplies otherwise
+        product = padded.new_empty(*padded.shape[:2], columns)
+        torch.bmm(padded, right if exact else right.to(padded.dtype), out=product)
+        product = product.view(-1, columns)  # [bags * width, E]
         leave_padding(product, block, offsets, cut, out)
         for b in block.alone:
             begin, end = int(starts[b]), int(starts[b] + lengths[block.low + b])
-            out[begin:end] = values[begin:end].to(padded.dtype) @ right[b].to(padded.dtype)
+            _product(values[begin:end].to(padded.dtype), right[b].to(padded.dtype), out[begin:end])
         last = block.end
     out[last:] = 0
     if cut:
@@ -368,11 +371,19 @@ def jagged_bmm_cpu(x: Tensor, y: Tensor, offsets: Tensor, max_length: int | None
         if exact:
             torch.bmm(x_rows, y_rows, out=block_out)
         else:
-            block_out.copy_(torch.bmm(x_rows, y_rows))
+            block_out.copy_(torch.bmm(x_rows, y_rows, out=x_rows.new_empty(block_out.shape)))
         for b in block.alone:
             begin, end = int(starts[b]), int(starts[b] + lengths[block.low + b])
-            block_out[b] = x[begin:end].to(x_rows.dtype).t() @ y[begin:end].to(x_rows.dtype)
+            _product(x[begin:end].to(x_rows.dtype).t(), y[begin:end].to(x_rows.dtype), block_out[b])
     return out
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """A product of matrices [R, D] [D, E] in their dtype, rounded to that of `out` [R, E]; autocast has no part."""
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(torch.mm(left, right, out=left.new_empty(out.shape)))
 
 
 def lengths_of(offsets: Tensor, max_length: int | None) -> tuple[Tensor, bool]:

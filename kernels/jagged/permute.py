@@ -235,7 +235,9 @@ def _check(permute: Tensor, lengths: Tensor, dims: int, values: Tensor, weights:
             raise _bad_values("weights", weights)
         if weights.shape[0] != values.shape[0]:
             raise ValueError(f"weights has {weights.shape[0]} entries, values has {values.shape[0]}")
-    if permute.numel() and lengths.shape[0] == 0:
+    segments = lengths.shape[0]
+    # a number that a tracer does not know yet is checked when the program runs
+    if isinstance(segments, int) and segments == 0 and permute.numel():
         raise IndexError(f"permute has {permute.shape[0]} entries, there are 0 segments")
 
 
@@ -281,9 +283,11 @@ def _on_device(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Lengths by torch, values and weights by the op, which alone knows a sum that nobody gave."""
     T = lengths.shape[0]
+    # of a number that a tracer does not know yet: more than none
+    some = not isinstance(T, int) or T > 0
     # an index outside must stop no device: its segment is empty
-    known = permute.clamp(0, max(T - 1, 0))
-    if T:
+    known = permute.clamp(0, T - 1 if some else 0)
+    if some:
         moved = lengths.index_select(0, known)
         moved = moved * (known == permute).view(-1, *[1] * (lengths.dim() - 1))
         taken = moved if lengths.dim() == 1 else moved.sum(1)
