@@ -142,8 +142,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             self.use_cpu = all(location == "HOST" for location in locations)
         _require_locations(locations, self.use_cpu, enforce_hbm)
         self.enforce_hbm, self.uvm_host_mapped = enforce_hbm, uvm_host_mapped
-        self.pooling_mode = PoolingMode[pooling_mode.name]
-        self.bounds_check_mode_int = inference_ids.MODES[bounds_check_mode.name]
+        self.pooling_mode = PoolingMode(pooling_mode)
+        self.bounds_check_mode_int = inference_ids.MODES[BoundsCheckMode(bounds_check_mode).name]
         self.output_dtype = _output_number(output_dtype)
         self.feature_names_per_table, self.indices_dtype = feature_names_per_table, indices_dtype
         self.feature_names = [spec[0] for spec in self.embedding_specs]
@@ -469,9 +469,10 @@ def _require_locations(locations: Sequence[str], on_cpu: bool, enforce_hbm: bool
 
 
 def _output_number(output_dtype: Any) -> int:
-    if output_dtype.name not in _OUTPUT_NUMBERS:
-        raise ValueError(f"output_dtype must be one of {', '.join(_OUTPUT_NUMBERS)}, got {output_dtype.name}")
-    number = _OUTPUT_NUMBERS[output_dtype.name]
+    name = getattr(output_dtype, "name", None)
+    if name not in _OUTPUT_NUMBERS:
+        raise ValueError(f"output_dtype must be one of {', '.join(_OUTPUT_NUMBERS)}, got {output_dtype}")
+    number = _OUTPUT_NUMBERS[name]
     assert number in OUTPUTS
     return number
 
