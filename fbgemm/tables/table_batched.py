@@ -174,8 +174,9 @@ class TableBatched(nn.Module):
         """
         if torch.compiler.is_compiling():
             return
+        replaced = []
         for name, buffer in self._shown.items():
-            shown = getattr(self, name)
+            shown: Tensor = getattr(self, name)
             if _address(shown) == _address(buffer):
                 continue
             if type(shown) is Tensor and name in self._parameters:
@@ -185,7 +186,11 @@ class TableBatched(nn.Module):
                 )
             if shown.numel() != buffer.numel():
                 raise ValueError(f"{name} must have {buffer.numel()} elements, got {shown.numel()}")
+            replaced.append((buffer, shown.detach()))
+        for buffer, shown in replaced:
             buffer.copy_(shown.view(buffer.shape))
+        if replaced:
+            # of all of them, so not before the last was read
             self._show()
 
     def _hide(self) -> dict[str, Tensor | None]:

@@ -73,7 +73,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
         weight_decay: taken from the row by itself (Adam), part of the step (LAMB, LARS), by `weight_decay_mode`
             (rowwise Adagrad); others have none and warn, as does rowwise Adagrad with mode NONE.
         weight_decay_mode: NONE, L2 or DECOUPLE.
-        ensemble_mode, emainplace_mode, global_weight_decay: of optimizers and modes that are refused; a warning says so.
+        ensemble_mode, emainplace_mode, global_weight_decay: of what is refused; a warning says so.
         pooling_mode: how the rows of a bag become one.
         device: where tables are; by default the compute device.
         bounds_check_mode: what an index outside its table does.
@@ -322,11 +322,18 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
             shown = getattr(self, f"weights_{self._place}")
             pooling = "sequence" if self.is_nobag else group.pooling
             out = look_up_with_sparse_gradient(shown, group, ids, starts, weights, pooling)
-        elif self.is_nobag:
-            out = group.sequence(ids, starts)
         else:
-            out = group.pooled(ids, starts, weights)
+            group._anchor = self._anchor()
+            out = group.sequence(ids, starts) if self.is_nobag else group.pooled(ids, starts, weights)
         return out if sizes is None else cut_to_ranks(out, sizes, group.dims)
+
+    def _anchor(self) -> Tensor:
+        """What lookups hang on, so that backwards reach every parameter: DistributedDataParallel waits for them."""
+        names = self._buffers_of_tables()
+        shown = [param for name, param in self._parameters.items() if name in names and param is not None]
+        if not shown or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self.placeholder_autograd_tensor
+        return _Reached.apply(self.placeholder_autograd_tensor, *shown)  # type: ignore[no-any-return, no-untyped-call]
 
     def _states_of(self, table: int) -> list[Tensor]:
         return [state for name, state in self._group.state_views(table).items() if name != "step"]
@@ -457,6 +464,21 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
     def _require_fused(self, asked: str) -> None:
         if self.optimizer is OptimType.NONE:
             raise NotImplementedError(f"{asked}: OptimType.NONE has no optimizer in the backward")
+
+
+class _Reached(torch.autograd.Function):
+    """A number that depends on parameters, and gives them no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.count = len(parameters)
+        return parameters[0].new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, ...]:
+        count: int = ctx.count
+        return (None,) * count
 
 
 def _device(device: str | int | torch.device | None, use_cpu: bool) -> torch.device:
