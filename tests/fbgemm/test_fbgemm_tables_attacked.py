@@ -29,6 +29,7 @@ from shardwise.fbgemm.tables import (
 from shardwise.kernels import BoundsCheckMode
 
 SHAPES = [(9, 8), (5, 4), (7, 8)]
+BYTES = torch.ones(5, 8, dtype=torch.uint8)
 IDS, OFFSETS = torch.tensor([0, 8, 3, 4, 1, 6, 2]), torch.tensor([0, 2, 3, 4, 5, 6, 7])
 
 
@@ -176,3 +177,37 @@ def test_requests_of_no_ids_and_of_uniform_sizes() -> None:
     assert request.indices.numel() == 0 and request.offsets.numel() == 9
     with pytest.raises(ValueError, match="sigma 2 is less than 3"):
         generate_requests(1, B=4, T=2, L=3, E=10, sigma_L=2, length_dist="uniform", use_cpu=True)
+
+
+INT8 = ("a", 5, 8, SparseType.INT8, EmbeddingLocation.HOST)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda module: module(torch.tensor([[1, 2]]), torch.tensor([0, 2])), r"one dimension, got shape \[1, 2\]"),
+        (
+            lambda module: module.assign_embedding_weights([(BYTES[:1], BYTES[:, :4])]),
+            r"bytes \[5, 8\], got .*\[1, 8\]",
+        ),
+        (lambda module: module.assign_embedding_weights([(BYTES.float(), BYTES[:, :4])]), "got torch.float32"),
+        (lambda module: module.embedding_inplace_update([0], [[-1]], [BYTES]), "must not be negative, got -1"),
+    ],
+    ids=["two dimensions", "one row for all", "floats", "negative row"],
+)
+def test_inference_tables_refuse_what_they_would_misread(call: Callable[[Any], Any], message: str) -> None:
+    """Ids [1, N] were read as one id and the rest left out, one row was written into all of a table, numbers were cut
+    to bytes, and row -1 was the last."""
+    module = IntNBitTableBatchedEmbeddingBagsCodegen([INT8], device="cpu")
+    module.fill_random_weights()
+    before = module.weights_host.clone()
+    with pytest.raises(ValueError, match=message):
+        call(module)
+    assert torch.equal(module.weights_host, before)
+
+
+@pytest.mark.parametrize("alignment", [0, -1])
+def test_the_alignment_of_rows_is_positive(alignment: int) -> None:
+    """0 was a ZeroDivisionError, and -1 was taken."""
+    with pytest.raises(ValueError, match="row_alignment must be positive"):
+        IntNBitTableBatchedEmbeddingBagsCodegen([INT8], device="cpu", row_alignment=alignment)
