@@ -64,7 +64,7 @@ def saved_and_loaded(module: nn.Module) -> Any:
 def test_replaced_memory_is_read_before_the_next_lookup(read: Callable[[Any], Any]) -> None:
     """`weights_host.data = ...` was taken into the tables by the next forward alone: views showed the rows before, and
     copies, casts and pickles kept those."""
-    module = tables()
+    module: Any = tables()
     module.weights_host.data = torch.full_like(module.weights_host, 3.0)
     module.momentum1_host.data = torch.full_like(module.momentum1_host, 2.0)
     kept = read(module)
