@@ -86,7 +86,7 @@ def pack_features(
         if f.base % (boundary or row_alignment(f.dim, itemsize=2)):
             raise ValueError(f"feature {j}: a table of dim {f.dim} cannot begin at element {f.base}")
         rows.append([f.base, f.rows, f.dim, column, int(f.mean), f.first_row, order[j], f.origin])
-    return torch.tensor(rows, dtype=torch.int64).reshape(len(features), FIELDS).to(device)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(features), FIELDS).to(device)
 
 
 def origin_of(row: int, column: int) -> int:

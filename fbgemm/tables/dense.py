@@ -55,15 +55,16 @@ class DenseTableBatchedEmbeddingBagsCodegen(TableBatched):
             raise ValueError("use_mtia=True is not served: tables are on a CPU or on CUDA")
         self.embedding_specs, self.pooling_mode = embedding_specs, PoolingMode(pooling_mode)
         self.use_cpu, self.use_mtia = use_cpu, use_mtia
+        dtype = trained_dtype(weights_precision, "weights_precision")
+        policy = LookupPolicy(output_dtype=trained_dtype(output_dtype, "output_dtype"))
         self.weights_precision, self.output_dtype = weights_precision, output_dtype.as_int()
         rows, dims = [spec[0] for spec in embedding_specs], [spec[1] for spec in embedding_specs]
         require_shapes(rows, dims, self.pooling_mode)
         self.feature_table_map = features_of(feature_table_map, len(rows))
         self._lay_tables(
-            rows, dims, names=[f"table-{t}" for t in range(len(rows))],
-            dtype=trained_dtype(weights_precision, "weights_precision"),
+            rows, dims, names=[f"table-{t}" for t in range(len(rows))], dtype=dtype,
             device=torch.device("cpu") if use_cpu else torch.device("cuda", torch.cuda.current_device()),
-            optimizer=None, policy=LookupPolicy(output_dtype=trained_dtype(output_dtype, "output_dtype")),
+            optimizer=None, policy=policy,
         )  # fmt: skip
         parts = self._parts["element"]
         self.weights_physical_offsets = [*parts.starts, self._group.flat.numel()]
@@ -95,6 +96,8 @@ class DenseTableBatchedEmbeddingBagsCodegen(TableBatched):
         sizes = batch_size_per_feature_per_rank
         batch = self._prepare(indices, offsets, per_sample_weights, feature_requires_grad, sizes)
         group = self._group
+        if self.weights.numel() != group.flat.numel():
+            raise ValueError(f"weights must have {group.flat.numel()} elements, got {self.weights.numel()}")
         segments, dtype = flatten_segments(group.segments), group.policy.output_dtype
         if self.pooling_mode is PoolingMode.NONE:
             return sequence_lookup(self.weights, *batch[:2], group.features, self.max_D, segments, dtype)

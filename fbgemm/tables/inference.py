@@ -27,6 +27,7 @@ from .inference_layout import (
     TYPES,
     Spec,
     nbit_construct_split_state,
+    require_locations,
     rounded_row_size_in_bytes,
     type_name,
     unpadded_row_size_in_bytes,
@@ -141,10 +142,10 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         self.use_cpu = self.current_device.type == "cpu"
         if self.current_device.type == "meta":
             self.use_cpu = all(location == "HOST" for location in locations)
-        _require_locations(locations, self.use_cpu, enforce_hbm)
+        require_locations(locations, self.use_cpu, enforce_hbm)
         self.enforce_hbm, self.uvm_host_mapped = enforce_hbm, uvm_host_mapped
-        self.pooling_mode = PoolingMode[pooling_mode.name]
-        self.bounds_check_mode_int = inference_ids.MODES[bounds_check_mode.name]
+        self.pooling_mode = PoolingMode(pooling_mode)
+        self.bounds_check_mode_int = inference_ids.MODES[BoundsCheckMode(bounds_check_mode).name]
         self.output_dtype = _output_number(output_dtype)
         self.feature_names_per_table, self.indices_dtype = feature_names_per_table, indices_dtype
         self.feature_names = [spec[0] for spec in self.embedding_specs]
@@ -153,6 +154,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         self.cache_reserved_memory, self.gather_uvm_cache_stats = cache_reserved_memory, gather_uvm_cache_stats
         self.record_cache_metrics = record_cache_metrics
         self.row_alignment = row_alignment if row_alignment is not None else 1 if self.use_cpu else 16
+        if self.row_alignment <= 0:
+            raise ValueError(f"row_alignment must be positive, got {row_alignment}")
         self.feature_table_map = _table_of_features(feature_table_map, self.embedding_specs, self.pooling_mode)
         dims = [self.embedding_specs[t][2] for t in self.feature_table_map]
         self.total_D = sum(dims)
@@ -212,6 +215,9 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         """
         if not self.weight_initialized:
             raise RuntimeError("call initialize_weights() before the first lookup: there are no weights")
+        for name, tensor in (("indices", indices), ("offsets", offsets)):
+            if tensor.dim() != 1:
+                raise ValueError(f"{name} must have one dimension, got shape {list(tensor.shape)}")
         device = self.bounds_check_warning.device
         if device.type not in ("cpu", "meta"):
             indices, offsets = indices.to(device, non_blocking=True), offsets.to(device, non_blocking=True)
@@ -358,7 +364,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         """Copy numbers, and scales with biases, into the tables: what `split_embedding_weights` gives.
 
         Raises:
-            ValueError: there are more or fewer tables, or one has scales that should not, or the other way round.
+            ValueError: there are more or fewer tables, or one has scales that should not, or the other way round, or
+                other rows; of several tables none has changed.
         """
         weights = self.split_embedding_weights()
         if len(q_weight_list) != len(weights):
@@ -367,6 +374,10 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             if (to_scales is None) != (scales is None):
                 needs = "no" if to_scales is None else "uint8 [rows, 4]"
                 raise ValueError(f"table {t} of {type_name(self.embedding_specs[t][3])} has {needs} scales")
+            for own, given in ((to, rows), (to_scales, scales)):
+                if own is not None and given is not None and (given.shape != own.shape or given.is_floating_point()):
+                    raise ValueError(f"table {t} has bytes {list(own.shape)}, got {given.dtype} {list(given.shape)}")
+        for (to, to_scales), (rows, scales) in zip(weights, q_weight_list, strict=True):
             to.copy_(rows)
             if to_scales is not None and scales is not None:
                 to_scales.copy_(scales)
@@ -377,8 +388,14 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         update_row_indices: list[list[int]],
         update_weights: list[Tensor],
     ) -> None:
-        """Write whole rows, uint8 [n, bytes of a row], into some tables."""
+        """Write whole rows, uint8 [n, bytes of a row], into some tables.
+
+        Raises:
+            ValueError, IndexError: a row is negative, or beyond its table.
+        """
         tables = self.split_embedding_weights(split_scale_shifts=False)
+        if negative := [row for rows in update_row_indices for row in rows if row < 0]:
+            raise ValueError(f"update_row_indices must not be negative, got {negative[0]}")
         for t, rows, weights in zip(update_table_indices, update_row_indices, update_weights, strict=True):
             if rows:
                 tables[t][0][torch.tensor(rows, device=self.current_device)] = weights
@@ -429,7 +446,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
     def reset_embedding_spec_location(self, device: torch.device, target_location: EmbeddingLocation) -> None:
         """Change the device and the place that the specs name, and the alignment of rows with them."""
-        _require_locations([target_location.name], target_location.name == "HOST", self.enforce_hbm)
+        require_locations([target_location.name], target_location.name == "HOST", self.enforce_hbm)
         self.current_device = torch.device(device)
         self.row_alignment = 1 if target_location.name == "HOST" else 16
         self.embedding_specs = [(*spec[:4], target_location) for spec in self.embedding_specs]
@@ -459,20 +476,11 @@ def tuple_of(spec: Sequence[Any]) -> Spec:
     return names, rows, dim, weight_ty, location
 
 
-def _require_locations(locations: Sequence[str], on_cpu: bool, enforce_hbm: bool) -> None:
-    place = "HOST" if on_cpu else "DEVICE"
-    for t, location in enumerate(locations):
-        if location != place and not (location == "MANAGED" and enforce_hbm and not on_cpu):
-            raise ValueError(
-                f"table {t} is placed at {location}: tables of a {'CPU' if on_cpu else 'GPU'} lie at {place}; unified"
-                " memory, caches over host memory (MANAGED, MANAGED_CACHING) and MTIA are not served"
-            )
-
-
 def _output_number(output_dtype: Any) -> int:
-    if output_dtype.name not in _OUTPUT_NUMBERS:
-        raise ValueError(f"output_dtype must be one of {', '.join(_OUTPUT_NUMBERS)}, got {output_dtype.name}")
-    number = _OUTPUT_NUMBERS[output_dtype.name]
+    name = getattr(output_dtype, "name", None)
+    if name not in _OUTPUT_NUMBERS:
+        raise ValueError(f"output_dtype must be one of {', '.join(_OUTPUT_NUMBERS)}, got {output_dtype}")
+    number = _OUTPUT_NUMBERS[name]
     assert number in OUTPUTS
     return number
 

@@ -16,6 +16,7 @@ __all__ = [
     "Spec",
     "align_to_cacheline",
     "nbit_construct_split_state",
+    "require_locations",
     "rounded_row_size_in_bytes",
     "unpadded_row_size_in_bytes",
 ]
@@ -48,6 +49,21 @@ def type_name(weight_ty: Any) -> str:
     if name not in TYPES:
         raise ValueError(f"inference tables are of {', '.join(TYPES)}, not {name}")
     return name
+
+
+def require_locations(locations: Sequence[str], on_cpu: bool, enforce_hbm: bool) -> None:
+    """Refuse tables that do not lie where they are looked up.
+
+    Raises:
+        ValueError: a table's `EmbeddingLocation`, by its name, is another; says which.
+    """
+    place = "HOST" if on_cpu else "DEVICE"
+    for t, location in enumerate(locations):
+        if location != place and not (location == "MANAGED" and enforce_hbm and not on_cpu):
+            raise ValueError(
+                f"table {t} is placed at {location}: tables of a {'CPU' if on_cpu else 'GPU'} lie at {place}; unified"
+                " memory, caches over host memory (MANAGED, MANAGED_CACHING) and MTIA are not served"
+            )
 
 
 def unpadded_row_size_in_bytes(

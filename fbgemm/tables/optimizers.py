@@ -63,7 +63,8 @@ def require_optimizer(optimizer: OptimType) -> None:
     """
     if optimizer is not OptimType.NONE and optimizer not in _OPTIMIZERS:
         known = ", ".join(each.name for each in (*_OPTIMIZERS, OptimType.NONE))
-        raise ValueError(f"optimizer={optimizer.name} is not served: {known} are")
+        name = optimizer.name if isinstance(optimizer, OptimType) else repr(optimizer)
+        raise ValueError(f"optimizer={name} is not served: {known} of OptimType are")
 
 
 def state_names(optimizer: OptimType) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,19 @@ def refuse_settings(
     for name, value, refused, why in asked:
         if refused:
             raise ValueError(f"{name}={value!r} is not served: {why}")
+
+
+def warn_of_unread(
+    *, ensemble_mode: object | None, emainplace_mode: object | None, global_weight_decay: object | None
+) -> None:
+    """Say that settings of optimizers that are refused have no effect on others, as they have none in FBGEMM."""
+    given = {
+        "ensemble_mode": ensemble_mode,
+        "emainplace_mode": emainplace_mode,
+        "global_weight_decay": global_weight_decay,
+    }
+    if unread := [name for name, value in given.items() if value is not None]:
+        warnings.warn(f"{', '.join(unread)} without effect: of optimizers that are not served", stacklevel=3)
 
 
 def require_places(specs: Sequence[tuple[int, int, EmbeddingLocation, ComputeDevice]]) -> bool:

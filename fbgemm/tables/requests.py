@@ -185,7 +185,7 @@ def generate_requests(
         if before is not None and reuse > 0:
             ids = _reused(ids, before, [count * L for count in samples], reuse)
         before = ids
-        if emulate_pruning:
+        if emulate_pruning and L:
             ids = ids.clone().view(T, B * L)
             for of_table in ids:
                 of_table[torch.randint(B * L, (B // 2,))] = -1
@@ -210,6 +210,8 @@ def _request(
 def _whole_numbers(mean: int, sigma: int, count: int, distribution: str) -> Tensor:
     if distribution not in ("normal", "uniform"):
         raise ValueError(f"a distribution is 'normal' or 'uniform', got {distribution!r}")
+    if distribution == "uniform" and sigma < mean:
+        raise ValueError(f"a uniform distribution is from L or B to its sigma: sigma {sigma} is less than {mean}")
     if distribution == "uniform":
         return torch.randint(mean, sigma + 1, (count,))
     return torch.normal(float(mean), float(sigma), (count,)).trunc().long()

@@ -60,7 +60,8 @@ def trained_dtype(precision: SparseType, argument: str) -> torch.dtype:
         ValueError: they do not; names the argument.
     """
     if precision not in (SparseType.FP32, SparseType.FP16, SparseType.BF16):
-        raise ValueError(f"{argument}={precision.name} is not served: FP32, FP16 and BF16 are")
+        name = precision.name if isinstance(precision, SparseType) else repr(precision)
+        raise ValueError(f"{argument}={name} is not served: FP32, FP16 and BF16 of SparseType are")
     return precision.as_dtype()
 
 
@@ -99,7 +100,7 @@ class TableBatched(nn.Module):
         lookups = [LookupFeature(str(f), t, mean) for f, t in enumerate(features)]
         self._group = TableGroup(shapes, lookups, dtype=dtype, device=device, optimizer=optimizer, policy=policy)
         self._group.flat.zero_()
-        self._described = {}
+        self._described, self._shown = {}, {}
         bases, first_rows, _, _ = lay_out(shapes)
         # of what has a number for each element, and of what has one for each row
         self._parts = {
@@ -133,6 +134,7 @@ class TableBatched(nn.Module):
 
     def split_embedding_weights(self) -> list[Tensor]:
         """Each table as [R, D]: writing into it changes the table. It has no gradient."""
+        self._take_back()
         return [self._group.view(t) for t in range(len(self._group.tables))]
 
     @torch.no_grad()
@@ -169,15 +171,27 @@ class TableBatched(nn.Module):
         """Copy into the tables what `weights_host.data = ...` and the like put elsewhere.
 
         Raises:
-            ValueError: it has another size; names it.
+            ValueError: it has another size, or stands there for one call only; names it.
         """
+        if torch.compiler.is_compiling():
+            return
+        replaced = []
         for name, buffer in self._shown.items():
-            shown = getattr(self, name)
+            shown: Tensor = getattr(self, name)
             if _address(shown) == _address(buffer):
                 continue
+            if type(shown) is Tensor and name in self._parameters:
+                raise ValueError(
+                    f"{name} is another tensor for the time of a call, as by torch.func.functional_call: these tables"
+                    " keep their rows; DenseTableBatchedEmbeddingBagsCodegen looks up in what it is given"
+                )
             if shown.numel() != buffer.numel():
                 raise ValueError(f"{name} must have {buffer.numel()} elements, got {shown.numel()}")
+            replaced.append((buffer, shown.detach()))
+        for buffer, shown in replaced:
             buffer.copy_(shown.view(buffer.shape))
+        if replaced:
+            # of all of them, so not before the last was read
             self._show()
 
     def _hide(self) -> dict[str, Tensor | None]:
@@ -195,6 +209,7 @@ class TableBatched(nn.Module):
         self._show()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self._take_back()
         hidden = self._hide()
         try:
             self._group.move(fn)
@@ -236,6 +251,7 @@ class TableBatched(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        self._take_back()
         loaded = {name: value for name, value in state_dict.items() if name.startswith(prefix)}
         for name in _DESCRIBE:
             own, given = self._buffers.get(name), loaded.get(prefix + name)
@@ -278,6 +294,7 @@ class TableBatched(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # what is shown is the group's
+        self._take_back()
         names = self._buffers_of_tables()
         kept = {
             "_parameters": {name: shown for name, shown in self._parameters.items() if name not in names},
@@ -307,8 +324,6 @@ class TableBatched(nn.Module):
             IndexError, ValueError, TypeError: as the bounds check has them, and for shapes and devices that do not fit.
         """
         group = self._group
-        if not torch.compiler.is_compiling():
-            self._take_back()
         for name, tensor in (("indices", indices), ("offsets", offsets), ("per_sample_weights", per_sample_weights)):
             if tensor is None:
                 continue

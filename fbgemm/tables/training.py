@@ -37,7 +37,7 @@ from .optimizer_settings import (
     UserEnabledConfigDefinition,
 )
 from .optimizers import OptimizerArgs, fused_spec, require_optimizer, state_names, warn_of_decay
-from .refusals import refuse_settings, require_places
+from .refusals import refuse_settings, require_places, warn_of_unread
 from .sparse_gradient import look_up_with_sparse_gradient
 from .table_batched import TableBatched, features_of, require_shapes, trained_dtype
 from .variable_batch import cut_to_ranks
@@ -74,7 +74,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
         weight_decay: taken from the row by itself (Adam), part of the step (LAMB, LARS), by `weight_decay_mode`
             (rowwise Adagrad); others have none and warn, as does rowwise Adagrad with mode NONE.
         weight_decay_mode: NONE, L2 or DECOUPLE.
-        ensemble_mode, emainplace_mode, global_weight_decay: of optimizers and modes that are refused.
+        ensemble_mode, emainplace_mode, global_weight_decay: of what is refused; a warning says so.
         pooling_mode: how the rows of a bag become one.
         device: where tables are; by default the compute device.
         bounds_check_mode: what an index outside its table does.
@@ -173,6 +173,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
             is_qr_tbe=is_qr_tbe,
             preallocated_host_buffers=preallocated_host_buffers,
         )
+        warn_of_unread(
+            ensemble_mode=ensemble_mode, emainplace_mode=emainplace_mode, global_weight_decay=global_weight_decay
+        )
         self.uuid = str(uuid.uuid4())
         self.embedding_specs, self.table_names = embedding_specs, table_names
         rows, dims = [spec[0] for spec in embedding_specs], [spec[1] for spec in embedding_specs]
@@ -184,8 +187,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
         self.use_cpu = require_places(embedding_specs)
         self.use_mtia = False
         self.feature_table_map = features_of(feature_table_map, len(rows))
+        dtype, mode = trained_dtype(weights_precision, "weights_precision"), BoundsCheckMode(bounds_check_mode)
+        policy = LookupPolicy(mode, output_dtype=trained_dtype(output_dtype, "output_dtype"))
         self.weights_precision, self.output_dtype = weights_precision, output_dtype.as_int()
-        mode = BoundsCheckMode(bounds_check_mode)
         self.bounds_check_mode_int = int(mode if mode is BoundsCheckMode.NONE else mode.effect)
         self.optimizer, self.stochastic_rounding, self.weight_decay_mode = (
             optimizer,
@@ -207,10 +211,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
             raise ValueError(f"table_names are {len(names)} for {len(rows)} tables")
         self._who = ", ".join(names)
         self._lay_tables(
-            rows, dims, names=names, dtype=trained_dtype(weights_precision, "weights_precision"),
-            device=_device(device, self.use_cpu),
-            optimizer=fused_spec(optimizer, float(learning_rate), self.optimizer_args, who=self._who),
-            policy=LookupPolicy(mode, output_dtype=trained_dtype(output_dtype, "output_dtype")),
+            rows, dims, names=names, dtype=dtype, device=_device(device, self.use_cpu),
+            optimizer=fused_spec(optimizer, float(learning_rate), self.optimizer_args, who=self._who), policy=policy,
         )  # fmt: skip
         self.total_hash_size, self.max_D_cache = sum(rows), 0
         self._describe("rows_per_table", [rows[t] for t in self.feature_table_map])
@@ -314,17 +316,25 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
         """
         if vbe_output is not None or vbe_output_offsets is not None:
             raise ValueError("vbe_output is not served: take what forward returns")
+        self._take_back()
         sizes, group = batch_size_per_feature_per_rank, self._group
         ids, starts, weights = self._prepare(indices, offsets, per_sample_weights, feature_requires_grad, sizes)
         if self.optimizer is OptimType.NONE:
             shown = getattr(self, f"weights_{self._place}")
             pooling = "sequence" if self.is_nobag else group.pooling
             out = look_up_with_sparse_gradient(shown, group, ids, starts, weights, pooling)
-        elif self.is_nobag:
-            out = group.sequence(ids, starts)
         else:
-            out = group.pooled(ids, starts, weights)
+            group._anchor = self._anchor()
+            out = group.sequence(ids, starts) if self.is_nobag else group.pooled(ids, starts, weights)
         return out if sizes is None else cut_to_ranks(out, sizes, group.dims)
+
+    def _anchor(self) -> Tensor:
+        """What lookups hang on, so that backwards reach every parameter: DistributedDataParallel waits for them."""
+        names = self._buffers_of_tables()
+        shown = [param for name, param in self._parameters.items() if name in names and param is not None]
+        if not shown or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self.placeholder_autograd_tensor
+        return _Reached.apply(self.placeholder_autograd_tensor, *shown)  # type: ignore[no-any-return, no-untyped-call]
 
     def _states_of(self, table: int) -> list[Tensor]:
         return [state for name, state in self._group.state_views(table).items() if name != "step"]
@@ -338,6 +348,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
             NotImplementedError: there is no optimizer.
         """
         self._require_fused("split_optimizer_states")
+        self._take_back()
         if not self._group.states:
             return []
         return [self._states_of(t) for t in range(len(self.dims))]
@@ -407,6 +418,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
             NotImplementedError: there is no optimizer.
         """
         self._require_fused("set_optimizer_step")
+        self._take_back()
         self._group.step.fill_(step)
 
     @torch.no_grad()
@@ -428,6 +440,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
         self._require_fused("reset_embedding_weight_momentum")
         if self.optimizer not in (OptimType.EXACT_ROWWISE_ADAGRAD, OptimType.ROWWISE_ADAGRAD):
             return
+        self._take_back()
         rows, starts = pruned_indices.to(self._group.device), pruned_indices_offsets.tolist()
         for feature, number in zip(logical_table_ids.tolist(), buffer_ids.tolist(), strict=True):
             gone = rows[starts[number] : starts[number + 1]]
@@ -452,6 +465,21 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
     def _require_fused(self, asked: str) -> None:
         if self.optimizer is OptimType.NONE:
             raise NotImplementedError(f"{asked}: OptimType.NONE has no optimizer in the backward")
+
+
+class _Reached(torch.autograd.Function):
+    """A number that depends on parameters, and gives them no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.count = len(parameters)
+        return parameters[0].new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, ...]:
+        count: int = ctx.count
+        return (None,) * count
 
 
 def _device(device: str | int | torch.device | None, use_cpu: bool) -> torch.device:

@@ -20,7 +20,7 @@ def require_batch_sizes(sizes: Sequence[Sequence[int]], features: int, offsets: 
     """Refuse batch sizes [T][R] that are not those of a batch.
 
     Raises:
-        ValueError: they are of other features, of several numbers of ranks, or do not add up to the bags.
+        ValueError: they are of other features, of several numbers of ranks, negative, or do not add up to the bags.
     """
     what = "batch_size_per_feature_per_rank"
     if len(sizes) != features or len({len(of_feature) for of_feature in sizes}) > 1:
@@ -28,6 +28,8 @@ def require_batch_sizes(sizes: Sequence[Sequence[int]], features: int, offsets: 
             f"{what} must have a row for each of {features} features and as many ranks in each, got rows of"
             f" {[len(of_feature) for of_feature in sizes]}"
         )
+    if negative := [size for of_feature in sizes for size in of_feature if size < 0]:
+        raise ValueError(f"{what} must not be negative, got {negative[0]}")
     bags = offsets.numel() - 1
     if (total := sum(map(sum, sizes))) != bags:
         raise ValueError(f"{what} adds up to {total} bags, offsets are of {bags}")

@@ -117,6 +117,7 @@ def test_settings_that_are_not_served_are_refused_by_name(settings: dict[str, An
         tables(**settings)
 
 
+@pytest.mark.filterwarnings("ignore:ensemble_mode")
 def test_settings_of_caches_and_of_other_optimizers_change_nothing() -> None:
     module = tables(
         cache_algorithm=CacheAlgorithm.LFU, cache_load_factor=0.5, cache_sets=3, cache_reserved_memory=1.0,

@@ -91,6 +91,7 @@ FUNCTIONS = {
     "async_collective._Finish": "test_sharded_lookups_and_exchanges_are_not_differentiated_twice",
     "async_collective._Copies": "test_copies_for_all_ranks_are_differentiated_twice",
     "sparse_gradient._LookupWithSparseGradient": "test_lookups_of_the_optimizer_none_are_not_differentiated_twice",
+    "training._Reached": "test_a_fused_lookup_of_fbgemm_is_not_differentiated_twice",
     "_op._Refused": "test_a_fused_lookup_is_not_differentiated_twice",
 }
 
@@ -447,6 +448,17 @@ def test_lookups_of_the_optimizer_none_are_not_differentiated_twice() -> None:
     (by,) = torch.autograd.grad(out.pow(2).sum(), module.weights_host, create_graph=True)
     with pytest.raises(RuntimeError, match=r"lookup with a sparse gradient: a second derivative .* not implemented"):
         by.to_dense().sum().backward()
+
+
+def test_a_fused_lookup_of_fbgemm_is_not_differentiated_twice() -> None:
+    """Its parameters are reached by the backward, and have no gradient."""
+    spec = (5, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)
+    module, weights = SplitTableBatchedEmbeddingBagsCodegen([spec]), torch.ones(2, requires_grad=True)
+    out = module(ints(1, 3), ints(0, 2), weights)
+    (by,) = torch.autograd.grad(out.pow(2).sum(), weights, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"lookup with a fused optimizer: a second derivative .* not implemented"):
+        by.sum().backward()
+    assert all(param.grad is None for param in module.parameters())
 
 
 def test_a_fused_lookup_is_not_differentiated_twice() -> None:
