@@ -316,10 +316,15 @@ def _permute_tables_backward(grad: Tensor, offsets: Tensor, permute: Tensor, col
     return _transpose([grad], _plan_tables(columns, offsets, permute))[0]
 
 
-register(
-    "permute_tables_backward(Tensor grad, Tensor offsets, Tensor permute, SymInt columns) -> Tensor",
-    _permute_tables_backward,
-    lambda grad, offsets, permute, columns: grad.new_empty(grad.shape[0], columns),
+register_autograd(
+    register(
+        "permute_tables_backward(Tensor grad, Tensor offsets, Tensor permute, SymInt columns) -> Tensor",
+        _permute_tables_backward,
+        lambda grad, offsets, permute, columns: grad.new_empty(grad.shape[0], columns),
+    ),
+    # of a second derivative: columns in their order again
+    lambda ctx, grad: (torch.ops.shardwise.permute_tables(grad, *ctx.saved_tensors), None, None, None),
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:3]),
 )
 register_autograd(
     register(

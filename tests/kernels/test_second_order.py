@@ -18,6 +18,7 @@ from kernel_inputs import CASES, DEVICES, Case, Inputs, assert_close, inputs
 from ranks import run_ranks
 from torch import Tensor
 
+import shardwise.fbgemm  # noqa: F401  # has ops of its own
 from shardwise import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -116,6 +117,8 @@ TABLES, IDS = ints(0, 4, 6), ints(1, 3, 1, 0, 1, 1, 0, 1)
 UNARY = ints(0, 2, 4, 6, 8)
 PERMUTE, STARTS, MOVED = ints(1, 0, 1), ints(0, 2, 6), ints(0, 4, 6, 10)
 CHOSEN, SELECTED = ints(2, 0, 2), ints(2, 3, 2)
+# rows of FBGEMM's: tensor from, tensor to, column from, column to, columns, and the next use of the same columns
+BY_PERMUTES = torch.tensor([[1, 0, 0, 0, 2, 0], [0, 0, 1, 2, 2, 0], [0, 1, 0, 0, 1, 0]], dtype=torch.int32)
 
 
 def jagged_entries() -> dict[str, list[Entry]]:
@@ -213,6 +216,14 @@ def jagged_entries() -> dict[str, list[Entry]]:
         "regroup_columns": [
             Entry(lambda x: permute_pooled(x, [2, 1, 3], [2, 0, 2]), [(4, 6)]),
             Entry(lambda x: OPS.regroup_columns([x], [0, 0, 2, 0, 1, 0, 2, 2, 0, 0], 1, [4]), [(3, 4)]),
+        ],
+        # what ops by FBGEMM's names do with tables of columns where they are traced
+        "permute_tables": [Entry(lambda x: OPS.permute_tables(x, *on(ints(0, 2, 3, 6), ints(2, 0, 2))(x)), [(4, 6)])],
+        "permute_tables_backward": [
+            Entry(lambda x: OPS.permute_tables_backward(x, *on(ints(0, 2, 3, 6), ints(2, 0, 2))(x), 6), [(4, 8)])
+        ],
+        "regroup_by_permutes": [
+            Entry(lambda x, y: OPS.regroup_by_permutes([x, y], *on(BY_PERMUTES)(x), [4, 1], False), [(3, 3), (3, 2)])
         ],
         "block_bucketize": [
             Entry(lambda p: block_bucketize(*on(LENGTHS, IDS, ints(1))(p), 4, weights=p).weights, [(8,)])
