@@ -63,3 +63,23 @@ def test_an_order_that_repeats_tables_is_named() -> None:
     arguments: tuple[Tensor, ...] = torch.rand(2, 3), torch.tensor([0, 1, 3]), torch.tensor([1, 1])
     with pytest.raises(ValueError, match="permute_duplicate_pooled_embs"):
         OPS["permute_pooled_embs"].function(*arguments, *arguments[1:])
+
+
+PERMUTES = torch.tensor([[1, 0, 0, 0, 2, 0], [0, 0, 1, 2, 2, 0], [0, 1, 0, 0, 1, 0]], dtype=torch.int32)
+OFFSETS, ORDER = torch.tensor([0, 2, 3, 6]), torch.tensor([2, 0, 2])
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        ("permute_tables", (torch.randn(4, 6, requires_grad=True), OFFSETS, ORDER)),
+        ("permute_tables_backward", (torch.randn(4, 8, requires_grad=True), OFFSETS, ORDER, 6)),
+        (
+            "regroup_by_permutes",
+            ([torch.randn(3, 3, requires_grad=True), torch.randn(3, 2, requires_grad=True)], PERMUTES, [4, 1], False),
+        ),
+    ],
+)
+def test_opcheck_of_what_traces_name(op: str, args: tuple[object, ...]) -> None:
+    """Ops of ours that stand in graphs for regrouping ops whose plan is made of values."""
+    torch.library.opcheck(getattr(torch.ops.shardwise, op).default, args)

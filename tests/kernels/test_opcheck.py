@@ -27,6 +27,7 @@ from kernel_inputs import (
 )
 from torch import Tensor
 
+import shardwise.fbgemm  # noqa: F401  # has ops of its own
 from shardwise.kernels import RULES, check_ids, fused_update, new_guard, pooled_lookup, sequence_lookup
 
 OPS = torch.ops.shardwise
@@ -35,6 +36,7 @@ OPS = torch.ops.shardwise
 JAGGED = {
     "select": {"jagged_index_add", "jagged_index_select"},
     "regroup": {"regroup_columns"},
+    "fbgemm_permute": {"permute_tables", "permute_tables_backward", "regroup_by_permutes"},
     "padded": {
         "jagged_dense_add", "jagged_dense_add_jagged", "jagged_dense_mul", "jagged_to_padded_dense",
         "padded_dense_to_jagged", "padded_jagged_product",
