@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import shardwise.fbgemm  # noqa: F401  # has ops of its own
 from shardwise import kernels as ops
 from shardwise.kernels.jagged import (
     bmm,
@@ -326,6 +327,21 @@ def _columns() -> Iterator[Check]:
         "regrouped columns", "3 outputs of 2 inputs", "regroup_columns", _regrouped(ops.regroup, pieces),
         _regrouped(regroup.regroup_ref, pieces), lambda: [eighths(9, 16), eighths(9, 16, seed=2)], leaves=(0, 1),
         tolerance=SUM,
+    )  # fmt: skip
+    # by FBGEMM's names: tables of 2, 1 and 3 columns in another order, one of them twice; and its rows of numbers
+    order = [torch.tensor([0, 2, 3, 6]), torch.tensor([2, 0, 2])]
+    yield check(
+        "regrouped columns", "tables by offsets and an order", "permute_tables permute_tables_backward",
+        lambda pooled, offsets, order: ROUTED.permute_tables(pooled, offsets, order),
+        lambda pooled, offsets, order: torch.cat([pooled[:, 3:], pooled[:, :2], pooled[:, 3:]], 1),
+        lambda: [eighths(9, 6), *order], leaves=(0,), tolerance=SUM,
+    )  # fmt: skip
+    moves = torch.tensor([[1, 0, 0, 0, 2, 0], [0, 0, 1, 2, 2, 0], [0, 1, 0, 0, 1, 0]], dtype=torch.int32)
+    yield check(
+        "regrouped columns", "2 outputs of 2 inputs by rows of numbers", "regroup_by_permutes",
+        lambda a, b, moves: torch.cat(ROUTED.regroup_by_permutes([a, b], moves, [4, 1], False), 1),
+        lambda a, b, moves: torch.cat([b, a[:, 1:], a[:, :1]], 1),
+        lambda: [eighths(9, 3), eighths(9, 2, seed=2), moves], leaves=(0, 1), tolerance=SUM,
     )  # fmt: skip
 
 
