@@ -23,7 +23,7 @@ from .outcome import flat, outcome
 
 # seconds that one timing takes at least, and timings of each side, which take turns; the fastest counts, as what else
 # the machine does can only add to one
-LEAST, TURNS = 1e-3, 60
+LEAST, TURNS = 1e-3, 150
 MOST_US = 15.0
 
 OPTIONS: Options = {"--only": {"default": "", "help": "names of ops, between commas; all of them if left out"}}
