@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.kernels._op import on_own_device, outside_graphs, unwatched
+from shardwise.kernels._op import on_own_device, outside_graphs, tensor_places, unwatched
 
 __all__ = ["OPS", "Op", "installed_fbgemm", "load_ops", "op", "register_ops", "registered_ops"]
 
@@ -79,8 +79,7 @@ def op(
         name = schema.split("(")[0]
         if name in OPS:
             raise AssertionError(f"fbgemm::{name} is defined twice")
-        kinds = [str(argument.type) for argument in torch._C.parse_schema(schema).arguments]
-        tensors = any("Tensor" in kind for kind in kinds)
+        tensors = any(tensor_places(schema))
         OPS[name] = Op(name, schema, function, fake or function, differentiable, tensors, across_devices, autocast)
         return function
 
@@ -200,9 +199,7 @@ def _with_gradients(each: Op, overload: torch._ops.OpOverload[..., Any]) -> Call
     below = torch._C._after_autograd_keyset
     on_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     function, grad_enabled = each.function, torch.is_grad_enabled
-    kinds = [str(argument.type) for argument in torch._C.parse_schema(each.schema).arguments]
-    tensors = [place for place, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]")]
-    lists = [place for place, kind in enumerate(kinds) if kind in ("List[Tensor]", "Optional[List[Tensor]]")]
+    tensors, lists = tensor_places(each.schema)
 
     def call(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         if grad_enabled():

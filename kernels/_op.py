@@ -228,6 +228,14 @@ def outside_graphs(function: Function) -> Function:
     return function
 
 
+def tensor_places(schema: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which of an op's arguments are tensors, or none, and which are lists of them."""
+    kinds = [str(argument.type) for argument in torch._C.parse_schema(schema).arguments]
+    tensors = tuple(place for place, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]"))
+    lists = tuple(place for place, kind in enumerate(kinds) if kind in ("List[Tensor]", "Optional[List[Tensor]]"))
+    return tensors, lists
+
+
 def on_own_device(schema: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
     """The implementation, with the device of its CUDA tensors as the current one.
 
@@ -238,9 +246,7 @@ def on_own_device(schema: str, implementation: Callable[..., Any]) -> Callable[.
         ValueError: tensors are on several devices; names the op and two of the arguments.
     """
     arguments = torch._C.parse_schema(schema).arguments
-    kinds = [str(argument.type) for argument in arguments]
-    tensors = tuple(place for place, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]"))
-    lists = tuple(place for place, kind in enumerate(kinds) if kind in ("List[Tensor]", "Optional[List[Tensor]]"))
+    tensors, lists = tensor_places(schema)
 
     def guarded(*args: Any) -> Any:
         index, given = -1, len(args)
