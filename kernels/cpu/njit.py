@@ -47,10 +47,10 @@ _dispatchers: list[Any] = []
 class _CompiledLoop(CompileResultCacheImpl):  # type: ignore[misc]
     """What is kept of a compiled loop: its code, without numba's own modules."""
 
-    def reduce(self, result: Any) -> tuple[Any, ...]:
+    def reduce(self, cres: Any) -> tuple[Any, ...]:
         # last: the environments of functions of numba that were compiled in. Exceptions in them would read these, and
         # loops raise none; to load one imports the module that it is of
-        return (*super().reduce(result)[:-1], ())
+        return (*super().reduce(cres)[:-1], ())
 
 
 class _LoopCache(FunctionCache):  # type: ignore[misc]
@@ -58,11 +58,11 @@ class _LoopCache(FunctionCache):  # type: ignore[misc]
 
     _impl_class = _CompiledLoop
 
-    def load_overload(self, signature: Any, target: Any) -> Any:
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
         # numba would load here all that it can compile, scipy among it, in 0.4 s; a compilation does so by itself
-        rtsys.initialize(target)
+        rtsys.initialize(target_context)
         with self._guard_against_spurious_io_errors():
-            result = self._load_overload(signature, target)
+            result = self._load_overload(sig, target_context)
         if result is None:
             say_that_loops_compile(self.cache_path)
         return result
