@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardwise.fbgemm_gpu.batched_unary_embeddings_ops import (
+from shardwise.fbgemm.tables import (
     BatchedUnaryEmbeddingBag,
+    PermutePooledEmbeddings,
+    PermutePooledEmbeddingsSplit,
     wrap_weight_to_parameter,
 )
-from shardwise.fbgemm_gpu.permute_pooled_embedding_modules import PermutePooledEmbeddings
-from shardwise.fbgemm_gpu.permute_pooled_embedding_modules_split import PermutePooledEmbeddingsSplit
 
 DIMS, ORDER = [2, 1, 3], [2, 0, 1]
 COLUMNS = [3, 4, 5, 0, 1, 2]
+
+
+def test_they_are_at_upstreams_paths() -> None:
+    for kind, module in (
+        (BatchedUnaryEmbeddingBag, "batched_unary_embeddings_ops"),
+        (PermutePooledEmbeddings, "permute_pooled_embedding_modules"),
+        (PermutePooledEmbeddingsSplit, "permute_pooled_embedding_modules_split"),
+    ):
+        assert getattr(import_module(f"shardwise.fbgemm_gpu.{module}"), kind.__name__) is kind
 
 
 @pytest.mark.parametrize("kind", [PermutePooledEmbeddings, PermutePooledEmbeddingsSplit])
