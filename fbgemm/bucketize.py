@@ -18,6 +18,14 @@ from shardwise.kernels._op import INTERPRETED
 
 from .registry import op
 
+# what `kernels.block_bucketize` calls its arguments -> what the ops call them
+_WORDS = {
+    "ids": "indices",
+    "batch_sizes": "batch_size_per_feature",
+    "num_buckets": "my_size",
+    "keep_orig_idx": "keep_orig_idx_per_feature",
+}
+
 
 def _fake(
     lengths: Tensor,
@@ -81,6 +89,7 @@ def _weights_2d_fake(
     " Tensor? keep_orig_idx_per_feature=None) -> (Tensor, Tensor, Tensor?, Tensor?, Tensor?)",
     fake=_fake,
     differentiable=True,
+    words=_WORDS,
 )
 def block_bucketize_sparse_features(
     lengths: Tensor,
@@ -113,6 +122,7 @@ def block_bucketize_sparse_features(
     " -> (Tensor, Tensor, Tensor?, Tensor?, Tensor?, Tensor?)",
     fake=_inference_fake,
     differentiable=True,
+    words=_WORDS,
 )
 def block_bucketize_sparse_features_inference(
     lengths: Tensor,
@@ -150,6 +160,7 @@ def block_bucketize_sparse_features_inference(
     " Tensor? keep_orig_idx_per_feature=None) -> (Tensor, Tensor, Tensor, Tensor?, Tensor?)",
     fake=_weights_2d_fake,
     differentiable=True,
+    words=_WORDS,
 )
 def block_bucketize_sparse_features_2d_weights(
     lengths: Tensor,
@@ -174,20 +185,28 @@ def block_bucketize_sparse_features_2d_weights(
             f"weights must have shape {[indices.numel(), weights_dim]} for these indices and weights_dim,"
             f" got {list(weights.shape)}"
         )
+    # a number an id travels with it; of wider rows the order is needed
+    narrow = weights_dim == 1
     new = _bucketize(
-        lengths, indices, bucketize_pos, True, block_sizes, my_size, None, batch_size_per_feature,
-        block_bucketize_pos, keep_orig_idx, total_num_blocks, keep_orig_idx_per_feature,
+        lengths, indices, bucketize_pos, sequence or not narrow, block_sizes, my_size,
+        weights.reshape(-1) if narrow else None, batch_size_per_feature, block_bucketize_pos, keep_orig_idx,
+        total_num_blocks, keep_orig_idx_per_feature,
     )  # fmt: skip
-    assert new.unbucketize_permute is not None
-    order = kernels.invert_permute(new.unbucketize_permute)
-    moved = weights.reshape(indices.numel(), weights_dim).index_select(0, order)
-    return new.lengths, new.ids, moved, new.positions, new.unbucketize_permute if sequence else None
+    new_lengths, ids, moved, positions, unbucketize = new
+    if moved is None:
+        assert unbucketize is not None
+        order = kernels.invert_permute(unbucketize)
+        moved = weights.reshape(indices.numel(), weights_dim).index_select(0, order)
+    else:
+        moved = moved.unsqueeze(1)
+    return new_lengths, ids, moved, positions, unbucketize if sequence else None
 
 
 @op(
     "bucketize_sparse_features(Tensor lengths, Tensor indices, bool bucketize_pos, SymInt my_size,"
     " Tensor? weights=None) -> (Tensor, Tensor, Tensor?, Tensor?)",
     differentiable=True,
+    words=_WORDS,
 )
 def bucketize_sparse_features(
     lengths: Tensor, indices: Tensor, bucketize_pos: bool, my_size: int, weights: Tensor | None = None
@@ -203,6 +222,11 @@ def bucketize_sparse_features(
 )
 def populate_bucketized_permute(lengths: Tensor, bucketized_lengths: Tensor, bucket_mapping: Tensor) -> Tensor:
     """Where each id comes to lie among ids of `bucketized_lengths` [K * F * B]; `bucket_mapping` [N] is its bucket."""
+    for name, each in (
+        ("lengths", lengths), ("bucketized_lengths", bucketized_lengths), ("bucket_mapping", bucket_mapping)
+    ):  # fmt: skip
+        if each.is_floating_point():
+            raise TypeError(f"{name} must be integers, got {each.dtype}")
     size, bags, runs = bucket_mapping.numel(), lengths.numel(), bucketized_lengths.numel()
     if size and (not bags or runs % bags):
         raise ValueError(f"bucketized_lengths must be a multiple of the {bags} lengths, got {runs}")

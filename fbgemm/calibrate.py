@@ -15,7 +15,8 @@ from .registry import op
 @op(
     "histogram_binning_calibration(Tensor logit, Tensor bin_num_examples, Tensor bin_num_positives, float"
     " positive_weight, float lower_bound, float upper_bound, SymInt bin_ctr_in_use_after, float bin_ctr_weight_value)"
-    " -> (Tensor, Tensor)"
+    " -> (Tensor, Tensor)",
+    words={"there must be a bin": "bin_num_examples must have a bin"},
 )
 def histogram_binning_calibration(
     logit: Tensor,
@@ -43,7 +44,8 @@ def histogram_binning_calibration(
 @op(
     "histogram_binning_calibration_by_feature(Tensor logit, Tensor segment_value, Tensor segment_lengths, SymInt"
     " num_segments, Tensor bin_num_examples, Tensor bin_num_positives, SymInt num_bins, float positive_weight, float"
-    " lower_bound, float upper_bound, SymInt bin_ctr_in_use_after, float bin_ctr_weight_value) -> (Tensor, Tensor)"
+    " lower_bound, float upper_bound, SymInt bin_ctr_in_use_after, float bin_ctr_weight_value) -> (Tensor, Tensor)",
+    words={"there must be a bin": "num_bins must be positive"},
 )
 def histogram_binning_calibration_by_feature(
     logit: Tensor,

@@ -15,6 +15,7 @@ from .registry import op
     " SymInt cat_dim=1) -> Tensor",
     differentiable=True,
     across_devices=True,
+    words={"Dimension": "cat_dim", "Tensors": "pooled_embeddings", "tensors": "pooled_embeddings"},
 )
 def merge_pooled_embeddings(
     pooled_embeddings: Sequence[Tensor], uncat_dim_size: int, target_device: torch.device, cat_dim: int = 1
@@ -50,6 +51,8 @@ def all_to_one_device(input_tensors: Sequence[Tensor], target_device: torch.devi
 )
 def sum_reduce_to_one(input_tensors: Sequence[Tensor], target_device: torch.device) -> Tensor:
     """The sum of the tensors on the target, in shape and dtype of the first, added up one after another."""
+    if not input_tensors:
+        raise ValueError("input_tensors must have a tensor, got none")
     total = input_tensors[0].to(target_device, copy=True)
     for each in input_tensors[1:]:
         total.add_(each.to(target_device))

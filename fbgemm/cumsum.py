@@ -56,7 +56,11 @@ def offsets_range(offsets: Tensor, range_size: int) -> Tensor:
     return kernels.offsets_range(offsets, range_size)
 
 
-@op("segment_sum_csr(SymInt batch_size, Tensor csr_seg, Tensor values) -> Tensor", differentiable=True)
+@op(
+    "segment_sum_csr(SymInt batch_size, Tensor csr_seg, Tensor values) -> Tensor",
+    differentiable=True,
+    words={"offsets": "csr_seg"},
+)
 def segment_sum_csr(batch_size: int, csr_seg: Tensor, values: Tensor) -> Tensor:
     """Sums of segments of `values`, whose offsets are counted in `batch_size` values."""
     return kernels.segment_sum(csr_seg, values, batch_size=batch_size)
@@ -68,7 +72,14 @@ def _lengths_range_fake(t_in: Tensor, shape: Sequence[int] | None = None) -> Ten
     return t_in.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
-@op("lengths_range(Tensor t_in, SymInt[]? shape=None) -> Tensor", fake=_lengths_range_fake)
+@op(
+    "lengths_range(Tensor t_in, SymInt[]? shape=None) -> Tensor",
+    fake=_lengths_range_fake,
+    words={
+        "offsets with range_size": "offsets by t_in, which end with shape,",
+        "range_size": "the range by t_in and shape",
+    },
+)
 def lengths_range(t_in: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """0, 1, ... within each bag of these lengths; `shape`, whose product is their sum, saves a wait for the device."""
     return _ranges("t_in", t_in, shape)
@@ -77,6 +88,7 @@ def lengths_range(t_in: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 @op(
     "repeat_arange(Tensor lengths) -> Tensor",
     fake=lambda lengths: lengths.new_empty(torch.library.get_ctx().new_dynamic_size()),
+    words={"offsets with range_size": "offsets by lengths", "range_size": "the sum of lengths"},
 )
 def repeat_arange(lengths: Tensor) -> Tensor:
     """0, 1, ... within each bag of these lengths."""
@@ -105,6 +117,10 @@ def jagged_hash_size_cumsum(offsets: Tensor, indices: Tensor, batch_size: int) -
     if batch_size < 1 or offsets.shape[0] % batch_size != 1 % batch_size:
         raise ValueError(
             f"offsets must be [keys * {batch_size} + 1] for batch_size {batch_size}, got {offsets.shape[0]}"
+        )
+    if offsets.dim() != 1 or indices.dim() != 1:
+        raise ValueError(
+            f"offsets and indices must have one dimension, got shapes {list(offsets.shape)} and {list(indices.shape)}"
         )
     ends = offsets[batch_size::batch_size].contiguous()  # [T] of keys in indices
     place = torch.arange(indices.shape[0], dtype=ends.dtype, device=indices.device)

@@ -20,6 +20,8 @@ from .slots import FREE, slots_in_turn
 
 _INDEX = (torch.int32, torch.int64)
 _MAX_INT32 = 2**31 - 1
+# numbers of modes -> what they come to; NONE reads ids as they are
+_EFFECTS = {int(mode): mode if mode is BoundsCheckMode.NONE else mode.effect for mode in BoundsCheckMode}
 # slots of an id that are looked at together
 _PROBES = 16
 
@@ -99,12 +101,10 @@ def _checked_mode(
     B_offsets: Tensor | None,
     max_B: int,
 ) -> BoundsCheckMode:
-    if mode not in [*BoundsCheckMode]:
+    if mode not in _EFFECTS:
         modes = ", ".join(f"{each.value} ({each.name.lower()})" for each in BoundsCheckMode)
         raise ValueError(f"bounds_check_mode must be one of {modes}, got {mode}")
-    asked = BoundsCheckMode(mode)
-    # here NONE reads ids as they are
-    asked = asked if asked is BoundsCheckMode.NONE else asked.effect
+    asked = _EFFECTS[mode]
     for name, tensor in (("indices", indices), ("offsets", offsets)):
         if tensor.dtype not in _INDEX:
             raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
@@ -238,12 +238,14 @@ def zero_collision_hash(
     slots, reserved = identities.shape[0], num_reserved_slots if opt_in_prob != -1 else 0
     if slots <= reserved:
         raise ValueError(f"identities must have more than the {reserved} reserved slots, got {slots}")
-    size = input.new_full((1,), slots, dtype=torch.int64) if local_sizes is None else local_sizes
-    begin = torch.zeros_like(size) if offsets is None else offsets
-    _check_local(size, begin, slots, reserved)
-    # elsewhere than on the CPU slots outside are not followed
-    begin = begin.clamp(0, slots - 1 - reserved).expand(input.shape)
-    size = torch.minimum(size.clamp(min=1 + reserved), slots - begin)
+    if local_sizes is None or offsets is None:
+        begin = input.new_zeros(1, dtype=torch.int64).expand(input.shape)
+        size = begin + slots
+    else:
+        _check_local(local_sizes, offsets, slots, reserved)
+        # elsewhere than on the CPU slots outside are not followed
+        begin = offsets.clamp(0, slots - 1 - reserved)
+        size = torch.minimum(local_sizes.clamp(min=1 + reserved), slots - begin)
     ids = input.long()
     hashed = murmur_hash(ids)
     # ids are kept in fewer bits by their remainder, which has the sign of the id

@@ -26,6 +26,7 @@ def _some(like: Tensor, *, rows: int | None = None) -> Tensor:
 @op(
     "jagged_index_select(Tensor values, Tensor lengths, Tensor indices, int? num_dense_output_rows=None) -> Tensor[]",
     differentiable=True,
+    words={"selected_lengths_sum": "num_dense_output_rows"},
 )
 def jagged_index_select(
     values: Tensor, lengths: Tensor, indices: Tensor, num_dense_output_rows: int | None = None
@@ -40,6 +41,7 @@ def jagged_index_select(
     fake=lambda values, indices, input_offsets, output_offsets, num_dense_output_rows=None: _some(
         values, rows=num_dense_output_rows
     ),
+    words={"lengths": "lengths by input_offsets", "selected_lengths_sum": "num_dense_output_rows"},
 )
 def jagged_index_select_2d_forward_v2(
     values: Tensor,
@@ -53,6 +55,8 @@ def jagged_index_select_2d_forward_v2(
         raise ValueError(
             f"output_offsets must have the shape of indices, {list(indices.shape)}, got {list(output_offsets.shape)}"
         )
+    if input_offsets.dim() != 1:
+        raise ValueError(f"input_offsets must have one dimension, got shape {list(input_offsets.shape)}")
     lengths = input_offsets.diff(prepend=input_offsets.new_zeros(1))
     selected, _ = kernels.jagged_index_select(values, lengths, indices, selected_lengths_sum=num_dense_output_rows)
     return selected
@@ -94,6 +98,7 @@ def _unique_fake(
     "jagged_unique_indices(Tensor hash_size_cumsum, Tensor hash_size_offsets, Tensor offsets, Tensor indices)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_unique_fake,
+    words={"ids": "indices"},
 )
 def jagged_unique_indices(
     hash_size_cumsum: Tensor, hash_size_offsets: Tensor, offsets: Tensor, indices: Tensor
@@ -139,7 +144,8 @@ def _tables_of(first_rows: list[int], first_keys: list[int]) -> tuple[list[int],
 
 @op(
     "expand_into_jagged_permute(Tensor permute, Tensor input_offset, Tensor output_offset, SymInt output_size)"
-    " -> Tensor"
+    " -> Tensor",
+    words={"input_offsets": "input_offset", "output_offsets": "output_offset"},
 )
 def expand_into_jagged_permute(
     permute: Tensor, input_offset: Tensor, output_offset: Tensor, output_size: int
@@ -163,6 +169,7 @@ def jagged_1d_to_truncated_values(values: Tensor, lengths: Tensor, max_truncated
 @op(
     "masked_select_jagged_1d(Tensor values, Tensor lengths, Tensor mask, bool? check_length=False) -> (Tensor, Tensor)",
     fake=lambda values, lengths, mask, check_length=False: (_some(values), torch.empty_like(lengths)),
+    words={"offsets": "offsets by lengths"},
 )
 def masked_select_jagged_1d(
     values: Tensor, lengths: Tensor, mask: Tensor, check_length: bool | None = False
@@ -179,6 +186,7 @@ def masked_select_jagged_1d(
     "jagged_slice(Tensor x_values, Tensor x_lengths, Tensor start, int slice_length) -> (Tensor, Tensor)",
     fake=lambda x_values, x_lengths, start, slice_length: (_some(x_values), torch.empty_like(x_lengths)),
     differentiable=True,
+    words={"values": "x_values", "lengths": "x_lengths"},
 )
 def jagged_slice(x_values: Tensor, x_lengths: Tensor, start: Tensor, slice_length: int) -> tuple[Tensor, Tensor]:
     """At most `slice_length` values of each bag from place `start` [B] on, and the lengths that result."""

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from shardwise import kernels
 
-from .registry import op
+from .registry import in_words, op
 
 
 @op(
     "dense_to_jagged(Tensor dense, Tensor[] x_offsets, SymInt? total_L=None) -> (Tensor, Tensor[])",
     differentiable=True,
+    words={"offsets": "x_offsets", "total_length": "total_L"},
 )
 def dense_to_jagged(
     dense: Tensor, x_offsets: Sequence[Tensor], total_L: int | None = None
@@ -41,6 +42,7 @@ def jagged_to_padded_dense(
 @op(
     "jagged_1d_to_dense(Tensor values, Tensor offsets, SymInt max_sequence_length, int padding_value) -> Tensor",
     differentiable=True,
+    words={"max_lengths": "max_sequence_length"},
 )
 def jagged_1d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: int, padding_value: int) -> Tensor:
     """Values [N] as [B, max_sequence_length]."""
@@ -52,6 +54,7 @@ def jagged_1d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: int
 @op(
     "jagged_2d_to_dense(Tensor values, Tensor offsets, SymInt max_sequence_length) -> Tensor",
     differentiable=True,
+    words={"max_lengths": "max_sequence_length"},
 )
 def jagged_2d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: int) -> Tensor:
     """Values [N, D] as [B, max_sequence_length, D], zeros where there are none."""
@@ -61,6 +64,7 @@ def jagged_2d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: int
 @op(
     "jagged_dense_elementwise_add_jagged_output(Tensor x_values, Tensor[] x_offsets, Tensor y) -> (Tensor, Tensor[])",
     differentiable=True,
+    words={"values": "x_values", "offsets": "x_offsets", "dense": "y"},
 )
 def jagged_dense_elementwise_add_jagged_output(
     x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor
@@ -73,15 +77,20 @@ def jagged_dense_elementwise_add_jagged_output(
     "jagged_dense_dense_elementwise_add_jagged_output(Tensor x_values, Tensor[] x_offsets, Tensor y_0, Tensor y_1)"
     " -> (Tensor, Tensor[])",
     differentiable=True,
+    words={"values": "x_values", "offsets": "x_offsets"},
 )
 def jagged_dense_dense_elementwise_add_jagged_output(
     x_values: Tensor, x_offsets: Sequence[Tensor], y_0: Tensor, y_1: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """Each value plus what two dense tensors have at its place, and the offsets."""
-    return _add_jagged(_add_jagged(x_values, x_offsets, y_0), x_offsets, y_1), _copies(x_offsets)
+    return _add_y_1(_add_y_0(x_values, x_offsets, y_0), x_offsets, y_1), _copies(x_offsets)
 
 
-@op("jagged_dense_elementwise_add(Tensor x_values, Tensor[] x_offsets, Tensor y) -> Tensor", differentiable=True)
+@op(
+    "jagged_dense_elementwise_add(Tensor x_values, Tensor[] x_offsets, Tensor y) -> Tensor",
+    differentiable=True,
+    words={"values": "x_values", "offsets": "x_offsets", "dense": "y"},
+)
 def jagged_dense_elementwise_add(x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor) -> Tensor:
     """The dense tensor with each value added at its place."""
     return kernels.jagged_dense_add(*_of_one_dtype(x_values, x_offsets, y))
@@ -90,6 +99,7 @@ def jagged_dense_elementwise_add(x_values: Tensor, x_offsets: Sequence[Tensor], 
 @op(
     "jagged_dense_elementwise_mul(Tensor x_values, Tensor[] x_offsets, Tensor y) -> (Tensor, Tensor[])",
     differentiable=True,
+    words={"values": "x_values", "offsets": "x_offsets", "dense": "y"},
 )
 def jagged_dense_elementwise_mul(
     x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor
@@ -101,6 +111,7 @@ def jagged_dense_elementwise_mul(
 @op(
     "jagged_dense_bmm(Tensor x_values, Tensor x_offsets, Tensor y, int max_L) -> (Tensor, Tensor)",
     differentiable=True,
+    words={"values": "x_values", "offsets": "x_offsets", "dense": "y", "max_length": "max_L"},
 )
 def jagged_dense_bmm(x_values: Tensor, x_offsets: Tensor, y: Tensor, max_L: int) -> tuple[Tensor, Tensor]:
     """Rows [N, M] of each bag, `max_L` at most, times its matrix of y [B, M, K]: [N, K], and the offsets."""
@@ -110,19 +121,28 @@ def jagged_dense_bmm(x_values: Tensor, x_offsets: Tensor, y: Tensor, max_L: int)
 @op(
     "jagged_jagged_bmm(Tensor x_values, Tensor y_values, Tensor x_offsets, int max_L) -> Tensor",
     differentiable=True,
+    words={"x": "x_values", "y": "y_values", "offsets": "x_offsets", "max_length": "max_L"},
 )
 def jagged_jagged_bmm(x_values: Tensor, y_values: Tensor, x_offsets: Tensor, max_L: int) -> Tensor:
     """Transposed rows [N, M] of each bag, `max_L` at most, times those [N, K] of another: [B, M, K]."""
     return kernels.jagged_jagged_bmm(x_values, y_values, x_offsets, max_L)
 
 
-@op("jagged_softmax(Tensor values, Tensor x_offsets, int max_L) -> (Tensor, Tensor)", differentiable=True)
+@op(
+    "jagged_softmax(Tensor values, Tensor x_offsets, int max_L) -> (Tensor, Tensor)",
+    differentiable=True,
+    words={"offsets": "x_offsets", "max_length": "max_L"},
+)
 def jagged_softmax(values: Tensor, x_offsets: Tensor, max_L: int) -> tuple[Tensor, Tensor]:
     """Softmax of each column [N, D] over the rows of each bag, `max_L` at most, 0 for others; and the offsets."""
     return kernels.jagged_softmax(values, x_offsets, max_L), x_offsets.clone()
 
 
-@op("batched_dense_vec_jagged_2d_mul(Tensor v, Tensor a_values, Tensor a_offsets) -> Tensor", differentiable=True)
+@op(
+    "batched_dense_vec_jagged_2d_mul(Tensor v, Tensor a_values, Tensor a_offsets) -> Tensor",
+    differentiable=True,
+    words={"vectors": "v", "values": "a_values", "offsets": "a_offsets"},
+)
 def batched_dense_vec_jagged_2d_mul(v: Tensor, a_values: Tensor, a_offsets: Tensor) -> Tensor:
     """Rows [N, H*D] of each bag added up with the weights of each head, v [B*H, L]: [B*H, D]."""
     return kernels.jagged_vector_product(v, a_values, a_offsets)
@@ -132,6 +152,7 @@ def batched_dense_vec_jagged_2d_mul(v: Tensor, a_values: Tensor, a_offsets: Tens
     "stacked_jagged_1d_to_dense(Tensor values, Tensor lengths, int[] offset_per_key, int[] max_lengths_per_key,"
     " int padding_value) -> Tensor[]",
     differentiable=True,
+    words={"offsets": "offsets by lengths", "max_lengths": "max_lengths_per_key"},
 )
 def stacked_jagged_1d_to_dense(
     values: Tensor,
@@ -150,6 +171,7 @@ def stacked_jagged_1d_to_dense(
     "stacked_jagged_2d_to_dense(Tensor values, Tensor lengths, int[] offset_per_key, int[] max_lengths_per_key,"
     " int padding_value=0) -> Tensor[]",
     differentiable=True,
+    words={"offsets": "offsets by lengths", "max_lengths": "max_lengths_per_key"},
 )
 def stacked_jagged_2d_to_dense(
     values: Tensor,
@@ -196,6 +218,9 @@ def _stacked_to_dense(
 
 def _add_jagged(x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor) -> Tensor:
     return kernels.jagged_dense_add_jagged(*_of_one_dtype(x_values, x_offsets, y))
+
+
+_add_y_0, _add_y_1 = (in_words(_add_jagged, {"dense": name}) for name in ("y_0", "y_1"))
 
 
 def _of_one_dtype(x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor]:

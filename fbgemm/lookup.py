@@ -23,6 +23,7 @@ _PROBES = 16
 @op(
     "batched_unary_embeddings(Tensor weight, Tensor table_offsets, Tensor offsets, Tensor indices) -> Tensor",
     differentiable=True,
+    words={"ids": "indices"},
 )
 def batched_unary_embeddings(weight: Tensor, table_offsets: Tensor, offsets: Tensor, indices: Tensor) -> Tensor:
     """Sums of bags [tasks, B, T] in tables of one column, whose rows weight [tasks, rows, 1] holds in turn."""

@@ -35,6 +35,8 @@ _UINT8 = 2
 SUM, MEAN, NONE = range(3)
 _DEVICE, _MANAGED, _CACHING, _HOST = range(4)
 
+_NUMBERS = ("weights_placements", "weights_offsets", "weights_tys", "D_offsets")
+
 
 class _Numbers(NamedTuple):
     """What small tensors of a call say, on the host."""
@@ -90,6 +92,7 @@ def _lookup_fake(
     " lxu_cache_locations=None, int? row_alignment=None, int? max_float8_D=0, int? fp8_exponent_bits=-1, int?"
     " fp8_exponent_bias=-1) -> Tensor",
     fake=_lookup_fake,
+    words={"per-id weights": "indice_weights", "ids": "indices"},
 )
 def int_nbit_split_embedding_codegen_lookup_function(
     dev_weights: Tensor,
@@ -126,8 +129,16 @@ def int_nbit_split_embedding_codegen_lookup_function(
         raise ValueError(f"pooling_mode must be {SUM} (sum), {MEAN} (mean) or {NONE}, got {pooling_mode}")
     if lxu_cache_weights is not None and lxu_cache_weights.shape[0] and indices.is_cuda:
         raise ValueError("lxu_cache_weights: caches of rows are not served; place tables on the device")
+    for name, buffer in (("dev_weights", dev_weights), ("uvm_weights", uvm_weights)):
+        if buffer.dtype != torch.uint8 or buffer.dim() != 1:
+            raise TypeError(f"{name} must be flat bytes, uint8 [N], got {buffer.dtype} {list(buffer.shape)}")
     numbers = _numbers(weights_placements, weights_offsets, weights_tys, D_offsets)
-    minifloat = (-1 if fp8_exponent_bits is None else fp8_exponent_bits, fp8_exponent_bias or -1)
+    # of other tables they mean nothing
+    is_fp8 = any(FORMATS.get(number) == MINIFLOAT for number in numbers.types)
+    minifloat = (
+        fp8_exponent_bits if is_fp8 and fp8_exponent_bits is not None else -1,
+        fp8_exponent_bias if is_fp8 and fp8_exponent_bias is not None else -1,
+    )
     alignment = 1 if row_alignment is None else row_alignment
     sizes = (dev_weights.shape[0], uvm_weights.shape[0])
     layout = _layout(numbers, sizes, alignment, minifloat, dev_weights.is_cuda)
@@ -236,6 +247,9 @@ def _is_managed(f: int, placement: int, on_gpu: bool) -> bool:
 def _numbers(placements: Tensor, offsets: Tensor, types: Tensor, columns: Tensor) -> _Numbers:
     """What these tensors say; of another device they are read once, and again when they have been written."""
     tensors = (placements, offsets, types, columns)
+    for name, each in zip(_NUMBERS, tensors, strict=True):
+        if each.dim() != 1:
+            raise ValueError(f"{name} must have one dimension, got shape {list(each.shape)}")
     if not any(each.is_cuda for each in tensors):
         return _Numbers(*(tuple(each.tolist()) for each in tensors))
     versions = None if any(each.is_inference() for each in tensors) else [each._version for each in tensors]

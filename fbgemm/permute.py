@@ -69,6 +69,7 @@ def permute_sparse_data(
     "permute_sparse_features(Tensor permute, Tensor lengths, Tensor indices, Tensor? weights=None)"
     " -> (Tensor, Tensor, Tensor?)",
     differentiable=True,
+    words={"values": "indices"},
 )
 def permute_sparse_features(
     permute: Tensor, lengths: Tensor, indices: Tensor, weights: Tensor | None = None
@@ -100,7 +101,8 @@ def permute_2d_sparse_data_input_1d(
 
 
 @op("permute_sequence_embeddings(Tensor permute, Tensor lengths, Tensor embeddings) -> (Tensor, Tensor)",
-    differentiable=True)  # fmt: skip
+    differentiable=True, words={"values": "embeddings"},
+)  # fmt: skip
 def permute_sequence_embeddings(permute: Tensor, lengths: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
     """Lengths [S, B] and embeddings [M, D] with features in another order."""
     return kernels.permute_2d(permute, lengths, embeddings)[:2]
@@ -188,4 +190,6 @@ def permute102_baddbmm_permute102(bias: Tensor, A: Tensor, B: Tensor) -> Tensor:
     if A.dim() != 3 or B.dim() != 3 or A.shape[1:] != B.shape[:2] or bias.shape != (B.shape[0], B.shape[2]):
         shapes = [list(each.shape) for each in (bias, A, B)]
         raise ValueError(f"bias, A and B must have shapes [G, N], [M, G, K] and [G, K, N], got {shapes}")
+    if A.dtype != bias.dtype or B.dtype != bias.dtype:
+        raise TypeError(f"A and B must have the dtype of bias, {bias.dtype}, got {A.dtype} and {B.dtype}")
     return torch.baddbmm(bias.unsqueeze(1), A.transpose(0, 1), B).transpose(0, 1)

@@ -7,22 +7,24 @@ calls are its own.
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
-from shardwise.kernels._op import on_own_device, outside_graphs, tensor_places, unwatched
+from shardwise._installed import installed_fbgemm
+from shardwise.kernels._op import on_own_device, outside_graphs, tensor_places
 
-__all__ = ["OPS", "Op", "installed_fbgemm", "load_ops", "op", "register_ops", "registered_ops"]
+__all__ = ["OPS", "Op", "load_ops", "op", "register_ops", "registered_ops"]
 
 NAMESPACE = "fbgemm"
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -49,8 +51,6 @@ class Op:
 
 # name -> op: all that this library serves
 OPS: dict[str, Op] = {}
-# modules named fbgemm_gpu and torchrec for child processes of programs that run under the alias
-_STAND_INS = Path(str(sys.modules[__name__.partition(".")[0]].__file__)).parent.resolve() / "served"
 _libraries: list[torch.library.Library] = []
 _registered: dict[str, Op] = {}
 
@@ -62,6 +62,7 @@ def op(
     differentiable: bool = False,
     across_devices: bool = False,
     autocast: bool = False,
+    words: Mapping[str, str] | None = None,
 ) -> Callable[[Function], Function]:
     """Put the decorated function into `OPS`. Its defaults have to be the schema's.
 
@@ -73,17 +74,36 @@ def op(
         across_devices: whether tensors may be on several devices. The function then picks none as the current one.
         autocast: whether `torch.autocast` reaches what the function calls. Upstream's kernels compute in the dtypes of
             their arguments wherever they are not made of torch's own ops.
+        words: what errors of the function call arguments -> what the schema calls them.
     """
 
     def define(function: Function) -> Function:
         name = schema.split("(")[0]
         if name in OPS:
             raise AssertionError(f"fbgemm::{name} is defined twice")
+        function = in_words(function, words) if words else function
         tensors = any(tensor_places(schema))
         OPS[name] = Op(name, schema, function, fake or function, differentiable, tensors, across_devices, autocast)
         return function
 
     return define
+
+
+def in_words(function: Function, words: Mapping[str, str]) -> Function:
+    """The function, whose errors say the second word of each pair for the first."""
+    longest_first = sorted(words, key=len, reverse=True)
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, longest_first))})\b")
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            if error.args and isinstance(error.args[0], str):
+                error.args = (pattern.sub(lambda match: words[match[1]], error.args[0]), *error.args[1:])
+            raise
+
+    return cast("Function", call)
 
 
 def load_ops() -> list[str]:
@@ -105,11 +125,6 @@ def load_ops() -> list[str]:
             )
             return register_ops()
     return register_ops() if real is None else []
-
-
-def installed_fbgemm() -> ModuleSpec | None:
-    """Where FBGEMM's own `fbgemm_gpu` is, if it is installed; loaded or not."""
-    return PathFinder.find_spec("fbgemm_gpu", [place for place in sys.path if Path(place).resolve() != _STAND_INS])
 
 
 def register_ops() -> list[str]:
@@ -193,15 +208,24 @@ def _below_autocast(overload: torch._ops.OpOverload[..., Any]) -> Callable[..., 
 def _with_gradients(each: Op, overload: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
     """What runs for autograd: the function where a gradient is wanted; otherwise the op, which a trace then names.
 
-    Where nothing traces and no other device can be current, the function is called in the op's place, as a second way
-    through the dispatcher costs 10 us of an op with many arguments.
+    Where no mode listens below autograd and no other device can be current, the function is called in the op's place,
+    as a second way through the dispatcher costs 10 us of an op with many arguments. Whether a gradient is wanted makes
+    no difference then, and is not asked: that would take 2 us of such an op.
     """
     below = torch._C._after_autograd_keyset
     on_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    function, grad_enabled = each.function, torch.is_grad_enabled
+    function, grad_enabled, modes = each.function, torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
     tensors, lists = tensor_places(each.schema)
+    # keys of a call as a number -> whether plain CPU tensors are all there is below autograd
+    plain: dict[int, bool] = {}
 
     def call(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        keys = keyset.raw_repr()
+        on_cpu_alone = plain.get(keys)
+        if on_cpu_alone is None:
+            on_cpu_alone = plain[keys] = (keyset & below) == on_cpu
+        if on_cpu_alone and not modes():
+            return function(*args)
         if grad_enabled():
             given = len(args)
             for place in tensors:
@@ -212,9 +236,6 @@ def _with_gradients(each: Op, overload: torch._ops.OpOverload[..., Any]) -> Call
                 for tensor in (args[place] or ()) if place < given else ():
                     if tensor.requires_grad:
                         return function(*args)
-        below_autograd = keyset & below
-        if below_autograd == on_cpu and unwatched():
-            return function(*args)
-        return overload.redispatch(below_autograd, *args)
+        return overload.redispatch(keyset & below, *args)
 
     return outside_graphs(call)

@@ -13,10 +13,29 @@ import torch
 from torch import Tensor
 
 from shardwise import kernels
+from shardwise.kernels.cpu import offsets_are_good
 
 from .registry import op
 
 _INDEX = (torch.int32, torch.int64)
+# what kernels, and what is shared here, call their arguments -> what the ops call them
+_WORDS = {
+    "input_offsets": "cat_ad_offsets",
+    "output_offsets": "reordered_cat_ad_offsets",
+    "reordered offsets": "reordered_cat_ad_offsets",
+    "offsets": "cat_ad_offsets",
+    "permute": "cat_ad_offsets",
+    "index out of range in self": "cat_ad_offsets lead outside cat_ad_indices",
+}
+_ROWS = {
+    "input_offsets": "cat_sequence_embeddings_offsets",
+    "output_offsets": "reordered_cat_sequence_embeddings_offsets",
+    "reordered offsets": "reordered_cat_sequence_embeddings_offsets",
+    "offsets": "cat_sequence_embeddings_offsets",
+    "permute": "cat_sequence_embeddings_offsets",
+    "num_ads_in_batch": "num_items_in_batch",
+    "index out of range in self": "cat_sequence_embeddings_offsets lead outside cat_sequence_embeddings",
+}
 
 
 def _lengths_fake(
@@ -82,6 +101,7 @@ def _indices_fake(
     " Tensor batch_offsets, SymInt num_ads_in_batch, bool broadcast_indices=False,"
     " SymInt num_indices_after_broadcast=-1) -> Tensor",
     fake=_indices_fake,
+    words=_WORDS,
 )
 def reorder_batched_ad_indices(
     cat_ad_offsets: Tensor,
@@ -123,6 +143,7 @@ def _cat_fake(
     " Tensor batch_offsets, SymInt num_ads_in_batch, bool broadcast_indices, SymInt total_num_indices,"
     " bool pinned_memory=False, SymInt max_batch_size=0) -> Tensor",
     fake=_cat_fake,
+    words=_WORDS,
 )
 def cat_reorder_batched_ad_indices(
     cat_ad_offsets: Tensor,
@@ -161,6 +182,7 @@ def cat_reorder_batched_ad_indices(
     " Tensor reordered_cat_sequence_embeddings_offsets, Tensor batch_offsets, SymInt num_items_in_batch) -> Tensor",
     fake=lambda offsets, embeddings, reordered, batch_offsets, items: embeddings.new_empty(embeddings.shape),
     differentiable=True,
+    words=_ROWS,
 )
 def reorder_batched_sequence_embeddings(
     cat_sequence_embeddings_offsets: Tensor,
@@ -223,13 +245,14 @@ class _Bags:
 def _source(batch_offsets: Tensor, features: int, items: int, bags: int, broadcast: bool) -> Tensor:
     """The number of the bag that bag (t, a) comes from: [T, A] int64."""
     item = torch.arange(items, device=batch_offsets.device, dtype=batch_offsets.dtype)
-    request = torch.searchsorted(batch_offsets.contiguous(), item, right=True) - 1  # [A]
+    ends = batch_offsets[1:].contiguous()
+    request = torch.searchsorted(ends, item, right=True)  # [A]
     feature = torch.arange(features, device=batch_offsets.device).unsqueeze(1)  # [T, 1]
     if broadcast:
         return (request * features + feature).clamp_(0, max(bags - 1, 0))
-    request = request.clamp_(0, max(batch_offsets.numel() - 2, 0))
+    request.clamp_(max=max(ends.shape[0] - 1, 0))
     first = batch_offsets[request].long()
-    source = first * (features - 1) + item + feature * (batch_offsets[request + 1] - first)
+    source = (ends[request] - first).mul(feature).add_(item).add_(first, alpha=features - 1)
     return source.clamp_(0, max(bags - 1, 0))
 
 
@@ -238,7 +261,5 @@ def _check(batch_offsets: Tensor, items: int) -> None:
         raise TypeError(f"batch_offsets must be int32 or int64, got {batch_offsets.dtype}")
     if batch_offsets.dim() != 1 or batch_offsets.shape[0] == 0:
         raise ValueError(f"batch_offsets must have 1 dimension and an entry, got shape {list(batch_offsets.shape)}")
-    if batch_offsets.is_cpu and (
-        int(batch_offsets[0]) != 0 or int(batch_offsets[-1]) != items or bool((batch_offsets.diff() < 0).any())
-    ):
+    if batch_offsets.is_cpu and not offsets_are_good(batch_offsets, items, padded=False):
         raise ValueError(f"batch_offsets must go from 0 to {items} without falling, got {batch_offsets.tolist()}")

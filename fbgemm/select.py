@@ -17,7 +17,11 @@ from shardwise.kernels._op import eager
 from .registry import op
 
 
-@op("group_index_select_dim0(Tensor[] input_group, Tensor[] indices_group) -> Tensor[]", differentiable=True)
+@op(
+    "group_index_select_dim0(Tensor[] input_group, Tensor[] indices_group) -> Tensor[]",
+    differentiable=True,
+    words={"indices": "indices_group", "index out of range in self": "indices_group leads outside input_group"},
+)
 def group_index_select_dim0(input_group: Sequence[Tensor], indices_group: Sequence[Tensor]) -> list[Tensor]:
     """Of each tensor the rows that its own indices name."""
     if len(input_group) != len(indices_group):
@@ -31,6 +35,7 @@ def group_index_select_dim0(input_group: Sequence[Tensor], indices_group: Sequen
     "batch_index_select_dim0(Tensor inputs, Tensor indices, SymInt[] input_num_indices, SymInt[] input_rows,"
     " SymInt[] input_columns, bool permute_output_dim_0_1=False) -> Tensor",
     differentiable=True,
+    words={"index out of range in self": "indices leads outside inputs"},
 )
 def batch_index_select_dim0(
     inputs: Tensor,
@@ -78,6 +83,7 @@ def batch_index_select_dim0(
     " Tensor input_columns, bool permute_output_dim_0_1=False) -> Tensor",
     fake=lambda inputs, *_, permute_output_dim_0_1=False: inputs.new_empty(torch.library.get_ctx().new_dynamic_size()),
     differentiable=True,
+    words={"index out of range in self": "indices leads outside inputs"},
 )
 def batch_index_select_dim0_tensor(
     inputs: Tensor,
@@ -91,6 +97,8 @@ def batch_index_select_dim0_tensor(
     for name, sizes in (
         ("input_num_indices", input_num_indices), ("input_rows", input_rows), ("input_columns", input_columns)
     ):  # fmt: skip
+        if sizes.is_floating_point():
+            raise TypeError(f"{name} must be integers, got {sizes.dtype}")
         if sizes.dim() != 1:
             raise ValueError(f"{name} must have one dimension, got shape {list(sizes.shape)}")
     # sizes of views are known on the host alone
@@ -114,7 +122,11 @@ def index_select_dim0(
     return _rows(input, indices)
 
 
-@op("pack_segments(Tensor t_in, Tensor lengths, SymInt max_length) -> Tensor", differentiable=True)
+@op(
+    "pack_segments(Tensor t_in, Tensor lengths, SymInt max_length) -> Tensor",
+    differentiable=True,
+    words={"values": "t_in", "offsets": "offsets by lengths", "max_lengths": "max_length"},
+)
 def pack_segments(t_in: Tensor, lengths: Tensor, max_length: int) -> Tensor:
     """Segments [B, max_length, ...], cut or filled up with zeros."""
     return kernels.jagged_to_padded_dense(t_in, kernels.complete_cumsum(lengths), max_length)
@@ -124,6 +136,7 @@ def pack_segments(t_in: Tensor, lengths: Tensor, max_length: int) -> Tensor:
     "pack_segments_v2(Tensor t_in, Tensor lengths, SymInt max_length, bool pad_minf=False,"
     " bool return_presence_mask=False) -> (Tensor packed_segments, Tensor? presence_mask)",
     differentiable=True,
+    words={"values": "t_in", "offsets": "offsets by lengths", "max_lengths": "max_length"},
 )
 def pack_segments_v2(
     t_in: Tensor, lengths: Tensor, max_length: int, pad_minf: bool = False, return_presence_mask: bool = False

@@ -1,4 +1,7 @@
-"""FBGEMM's modules of tables, with upstream's constructors, methods and state dicts, over our lookups and updates."""
+"""FBGEMM's modules of tables, and of what is pooled from them, over our lookups and updates.
+
+Constructors, methods and state dicts are upstream's.
+"""
 
 from .dense import DenseTableBatchedEmbeddingBagsCodegen
 from .inference import IntNBitTableBatchedEmbeddingBagsCodegen
@@ -22,6 +25,7 @@ from .optimizer_settings import (
     TailIdThreshold,
     UserEnabledConfigDefinition,
 )
+from .pooled_order import PermutePooledEmbeddings, PermutePooledEmbeddingsSplit
 from .requests import (
     TBERequest,
     b_indices,
@@ -34,8 +38,10 @@ from .requests import (
     to_device,
 )
 from .training import SplitTableBatchedEmbeddingBagsCodegen
+from .unary import BatchedUnaryEmbeddingBag, wrap_weight_to_parameter
 
 __all__ = [
+    "BatchedUnaryEmbeddingBag",
     "CounterBasedRegularizationDefinition",
     "CounterWeightDecayMode",
     "CowClipDefinition",
@@ -47,6 +53,8 @@ __all__ = [
     "GradSumDecay",
     "IntNBitTableBatchedEmbeddingBagsCodegen",
     "LearningRateMode",
+    "PermutePooledEmbeddings",
+    "PermutePooledEmbeddingsSplit",
     "SplitTableBatchedEmbeddingBagsCodegen",
     "StepMode",
     "TBERequest",
@@ -64,4 +72,5 @@ __all__ = [
     "tensor_to_device",
     "to_device",
     "unpadded_row_size_in_bytes",
+    "wrap_weight_to_parameter",
 ]

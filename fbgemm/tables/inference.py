@@ -212,6 +212,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         Raises:
             RuntimeError: `initialize_weights` was not called.
             IndexError, ValueError: bad ids or offsets, as `bounds_check_mode` says.
+            ValueError: weights_host, weights_dev or weights_uvm was replaced by what holds no tables.
         """
         if not self.weight_initialized:
             raise RuntimeError("call initialize_weights() before the first lookup: there are no weights")
@@ -232,8 +233,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         if torch.compiler.is_compiling():
             lookup = getattr(torch.ops.fbgemm, _OP) if self._has_op else _outside_graphs
         output: Tensor = lookup(
-            dev_weights=self.weights_host if self.host_size > 0 else self.weights_dev,
-            uvm_weights=self.weights_uvm,
+            dev_weights=self._bytes_of("host") if self.host_size > 0 else self._bytes_of("dev"),
+            uvm_weights=self._bytes_of("uvm"),
             weights_placements=self.weights_placements,
             weights_offsets=self.weights_offsets,
             weights_tys=self.weights_tys,
@@ -255,6 +256,16 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             fp8_exponent_bias=self.fp8_exponent_bias,
         )
         return output
+
+    def _bytes_of(self, place: str) -> Tensor:
+        """The buffer of tables there, which a program may have replaced."""
+        name, size = f"weights_{place}", getattr(self, f"{place}_size")
+        buffer: Tensor = getattr(self, name)
+        if buffer.dtype != torch.uint8 or buffer.numel() < size:
+            raise ValueError(
+                f"{name} must be the {size} bytes of the tables, uint8, got {buffer.dtype} {list(buffer.shape)}"
+            )
+        return buffer
 
     def _checked(self, rows: Tensor, indices: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         mode = next(name for name, number in inference_ids.MODES.items() if number == self.bounds_check_mode_int)

@@ -326,7 +326,14 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
         else:
             group._anchor = self._anchor()
             out = group.sequence(ids, starts) if self.is_nobag else group.pooled(ids, starts, weights)
+            if out.requires_grad and not torch.compiler.is_compiling():
+                # what `weights_host.data = ...` puts in place until then is what the backward trains
+                out.register_hook(self._before_update)  # type: ignore[no-untyped-call]
         return out if sizes is None else cut_to_ranks(out, sizes, group.dims)
+
+    def _before_update(self, grad: Tensor) -> None:
+        del grad
+        self._take_back()
 
     def _anchor(self) -> Tensor:
         """What lookups hang on, so that backwards reach every parameter: DistributedDataParallel waits for them."""

@@ -32,6 +32,8 @@ from .threads import call, spread
 _BLOCK_ELEMENTS = 1 << 19
 # ids a feature up to which further passes over them are faster than further calls
 _FEW_IDS = 1 << 12
+# offsets that Python compares sooner than torch does
+_FEW_OFFSETS = 256
 # ids a bag up to which putting ids in the order of samples is faster than putting sums in that order
 _SHORT = 2
 # elements of rows, and ids to look at, that a loop reads before another thread can have been woken
@@ -241,6 +243,10 @@ def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: boo
 
 def offsets_are_good(offsets: Tensor, ids: int, padded: bool) -> bool:
     """Whether offsets go from 0 to the number of ids (with `padded`, at most to it) without a fall."""
+    if offsets.shape[0] <= _FEW_OFFSETS:
+        numbers: list[int] = offsets.tolist()
+        end = numbers[-1]
+        return numbers[0] == 0 and (end <= ids if padded else end == ids) and sorted(numbers) == numbers
     end = int(offsets[-1])
     reaches = end <= ids if padded else end == ids
     # compared and not subtracted: a difference of 2**63 or more comes back negative, or a fall as a rise

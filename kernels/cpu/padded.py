@@ -110,7 +110,7 @@ def jagged_with_dense(values: Tensor, offsets: Sequence[Tensor], dense: Tensor, 
         if not multiply:
             return out.add_(values)
         out.mul_(values)
-        return out if _is_whole(offsets, dense, total) else out.masked_fill_(~_held(offsets, dense, values), 0)
+        return out if _is_whole(offsets, dense, total) else out.masked_fill_(_vacant(offsets, dense, values), 0)
     return _calculated(loops, values, offsets, dense, _MULTIPLY if multiply else _ADD)
 
 
@@ -335,16 +335,15 @@ def _is_dense(begins: Tensor, ends: Tensor) -> bool:
 
 
 def _is_whole(offsets: Sequence[Tensor], dense: Tensor, total: int) -> bool:
-    """Whether every value has a place in the dense."""
-    n = len(offsets)
-    begins, ends = leaf_bounds(offsets, dense.shape[1 : n + 1], total)
-    return int((ends - begins).clamp(max=dense.shape[n]).sum()) == total
+    """Whether every value is known to have a place in the dense, which offsets of one jagged dim tell by themselves."""
+    return len(offsets) == 1 and int(offsets[0].diff().clamp(max=dense.shape[1]).sum()) == total
 
 
-def _held(offsets: Sequence[Tensor], dense: Tensor, values: Tensor) -> Tensor:
-    """Which values have a place in the dense: [N] bool, with dims of 1 for those of a value."""
+def _vacant(offsets: Sequence[Tensor], dense: Tensor, values: Tensor) -> Tensor:
+    """Which values have no place in the dense: [N] bool, with dims of 1 for those of a value."""
     everywhere = torch.ones(dense.shape[: len(offsets) + 1], dtype=torch.bool, device="cpu")
-    return to_jagged(everywhere, offsets, values.shape[0]).view(-1, *[1] * (values.dim() - 1))
+    held = to_jagged(everywhere, offsets, values.shape[0])
+    return held.logical_not_().view(-1, *[1] * (values.dim() - 1))
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -42,19 +42,19 @@ def softmax_cpu(values: Tensor, offsets: Tensor, max_length: int | None) -> Tens
     if offsets.shape[0] == 1 or out.numel() == 0:
         return out.zero_()
     lengths, cut = lengths_of(offsets, max_length)
+    if cut:
+        out.zero_()
     last = 0
-    for block in blocks_of(offsets, lengths, 2 * columns):
+    for block in blocks_of(offsets, lengths, cut, 2 * columns):
         starts, taken = offsets[block.low : block.high], lengths[block.low : block.high]
         padded = padded_rows(values, starts, block.width)
         padding = (torch.arange(block.width, device=starts.device) >= taken[:, None])[:, :, None]
         soft = padded.masked_fill(padding, -torch.inf).softmax(1)
-        leave_padding(soft.view(-1, columns), block, offsets, cut, out)
+        leave_padding(soft.view(-1, columns), block, starts, taken, cut, out)
         for b in block.alone:
             begin, end = int(starts[b]), int(starts[b] + taken[b])
             out[begin:end] = values[begin:end].to(padded.dtype).softmax(0)
         last = block.end
-    if cut:
-        out.masked_fill_(rows_beyond(offsets, lengths, rows)[:, None], 0)
     return _without_rest(out, last)
 
 
@@ -328,26 +328,24 @@ def dense_bmm_cpu(values: Tensor, offsets: Tensor, dense: Tensor, max_length: in
     rows, columns = values.shape[0], matrices.shape[2]
     if rows == 0 or columns == 0 or values.shape[1] == 0 or matrices.shape[0] == 0:
         return values.new_zeros(rows, columns)
-    out = values.new_empty(rows, columns)
     exact = accumulator(values.dtype) == values.dtype
     lengths, cut = lengths_of(offsets, max_length)
+    out = values.new_zeros(rows, columns) if cut else values.new_empty(rows, columns)
     last = 0
-    for block in blocks_of(offsets, lengths, values.shape[1] + columns):
-        starts = offsets[block.low : block.high]
+    for block in blocks_of(offsets, lengths, cut, values.shape[1] + columns):
+        starts, taken = offsets[block.low : block.high], lengths[block.low : block.high]
         right = matrices[block.low : block.high]
         padded = padded_rows(values, starts, block.width)  # [bags, width, D]
         # into a tensor that is there: torch.autocast would round what it multiplies otherwise
         product = padded.new_empty(*padded.shape[:2], columns)
         torch.bmm(padded, right if exact else right.to(padded.dtype), out=product)
         product = product.view(-1, columns)  # [bags * width, E]
-        leave_padding(product, block, offsets, cut, out)
+        leave_padding(product, block, starts, taken, cut, out)
         for b in block.alone:
-            begin, end = int(starts[b]), int(starts[b] + lengths[block.low + b])
+            begin, end = int(starts[b]), int(starts[b] + taken[b])
             _product(values[begin:end].to(padded.dtype), right[b].to(padded.dtype), out[begin:end])
         last = block.end
     out[last:] = 0
-    if cut:
-        out.masked_fill_(rows_beyond(offsets, lengths, rows)[:, None], 0)
     return out
 
 
@@ -358,8 +356,8 @@ def jagged_bmm_cpu(x: Tensor, y: Tensor, offsets: Tensor, max_length: int | None
         return x.new_zeros(bags, left, right)
     out = x.new_zeros(bags, left, right)
     exact = accumulator(x.dtype) == x.dtype
-    lengths, _ = lengths_of(offsets, max_length)
-    for block in blocks_of(offsets, lengths, left + right):
+    lengths, cut = lengths_of(offsets, max_length)
+    for block in blocks_of(offsets, lengths, cut, left + right):
         starts, block_out = offsets[block.low : block.high], out[block.low : block.high]
         taken = lengths[block.low : block.high]
         if block.alone:
@@ -394,15 +392,15 @@ def lengths_of(offsets: Tensor, max_length: int | None) -> tuple[Tensor, bool]:
     return lengths.clamp(max=max_length), True
 
 
-def blocks_of(offsets: Tensor, lengths: Tensor, columns: int) -> Iterator[Block]:
-    """Blocks of bags that have rows at all."""
-    bags = lengths.shape[0]
-    usual = 4 * (int(lengths.sum()) // bags) + 4
+def blocks_of(offsets: Tensor, lengths: Tensor, cut: bool, columns: int) -> Iterator[Block]:
+    """Blocks of bags that have rows at all; `cut` says that lengths are of fewer rows than offsets."""
+    bags, last = lengths.shape[0], int(offsets[-1])
+    usual = 4 * ((int(lengths.sum()) if cut else last) // bags) + 4
     size = max(16, _BLOCK_ELEMENTS * torch.get_num_threads() // (usual * columns))
     if bags <= size:
-        bounds, longest = [0, int(offsets[-1])], [int(lengths.max())]
+        bounds, longest = [0, last], [int(lengths.max())]
     else:
-        bounds = [*offsets[:-1:size].tolist(), int(offsets[-1])]
+        bounds = [*offsets[:-1:size].tolist(), last]
         longest = [int(lengths[low : low + size].max()) for low in range(0, bags, size)]
     for i, most in enumerate(longest):
         begin, end = bounds[i], bounds[i + 1]
@@ -414,15 +412,18 @@ def blocks_of(offsets: Tensor, lengths: Tensor, columns: int) -> Iterator[Block]
         yield Block(low, high, begin, end, width, alone)
 
 
-def leave_padding(padded: Tensor, block: Block, offsets: Tensor, cut: bool, out: Tensor) -> None:
-    """The rows of a block's bags, out of padded [bags * width, D] into `out`; of rows that were left out any."""
-    starts, bags = offsets[block.low : block.high], block.high - block.low
-    shift = torch.arange(0, bags * block.width, block.width, device=starts.device) - starts  # [bags]
-    full = offsets[block.low + 1 : block.high + 1] - starts
-    rows = torch.arange(block.begin, block.end, device=starts.device)
-    source = rows + shift.repeat_interleave(full, output_size=block.end - block.begin)  # [rows] of padded
+def leave_padding(padded: Tensor, block: Block, starts: Tensor, taken: Tensor, cut: bool, out: Tensor) -> None:
+    """The rows of a block's bags that take part, out of padded [bags * width, D] into `out`.
+
+    Bags begin at `starts` [bags] and have `taken` [bags] rows that do; of bags that are alone the first `width`.
+    """
+    place = torch.arange(block.width, device=starts.device)
+    source = (place < taken[:, None]).view(-1).nonzero().view(-1)  # [rows] of padded
     if cut or block.alone:
-        source.clamp_(max=bags * block.width - 1)
+        rows = (starts[:, None] + place).view(-1).index_select(0, source)
+        out.index_copy_(0, rows.long(), padded.index_select(0, source).to(out.dtype))
+        return
+    # all rows of all bags, in order
     target = out[block.begin : block.end]
     if target.dtype == padded.dtype:
         torch.index_select(padded, 0, source, out=target)

@@ -33,6 +33,8 @@ from ..memory import MANY, require_memory, require_sortable
 
 # a thread has one id: of more, gathers and what is read in order would want different tiles
 _BLOCK = 64 if INTERPRETED else 128
+# numbers that Python compares sooner than torch does
+_FEW = 256
 _Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -564,11 +566,13 @@ def ends_of_features(batch_sizes: Tensor | Sequence[int], lengths: Tensor, block
 def blocks_of_features(totals: Tensor | Sequence[int], block_sizes: Tensor, buckets: int) -> Tensor:
     """Blocks of each feature, [F], of which each bucket has as many."""
     blocks = of_features(totals, "total_num_blocks", block_sizes)
-    if (
-        blocks.is_cpu
-        and not torch.compiler.is_compiling()
-        and bool(((blocks < buckets) | (blocks % buckets != 0)).any())
-    ):
+    if not blocks.is_cpu or torch.compiler.is_compiling():
+        return blocks
+    if blocks.numel() <= _FEW:
+        bad = any(number < buckets or number % buckets for number in blocks.tolist())
+    else:
+        bad = bool(((blocks < buckets) | (blocks % buckets != 0)).any())
+    if bad:
         raise ValueError(f"total_num_blocks must be positive multiples of {buckets} buckets, got {blocks.tolist()}")
     return blocks
 
@@ -588,11 +592,15 @@ def stacked_borders(borders: Sequence[Tensor], block_sizes: Tensor, buckets: int
     if not borders:
         return block_sizes.new_zeros(0, buckets + 1, dtype=torch.int64)
     stacked = torch.stack(list(borders)).to(block_sizes.device, torch.int64, non_blocking=True)
-    if stacked.is_cpu and not torch.compiler.is_compiling():
-        bad = (stacked[:, 0] != 0) | (stacked[:, 1:] < stacked[:, :-1]).any(1)
-        if bool(bad.any()):
-            f = int(bad.nonzero()[0])
-            raise ValueError(f"block_bucketize_pos[{f}] must begin at 0 and not decrease, got {stacked[f].tolist()}")
+    if not stacked.is_cpu or torch.compiler.is_compiling():
+        return stacked
+    # few numbers: Python compares them sooner than torch begins to
+    if stacked.numel() <= _FEW and all(row[0] == 0 and sorted(row) == row for row in stacked.tolist()):
+        return stacked
+    bad = (stacked[:, 0] != 0) | (stacked[:, 1:] < stacked[:, :-1]).any(1)
+    if bool(bad.any()):
+        f = int(bad.nonzero()[0])
+        raise ValueError(f"block_bucketize_pos[{f}] must begin at 0 and not decrease, got {stacked[f].tolist()}")
     return stacked
 
 

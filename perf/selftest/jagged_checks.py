@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import shardwise.fbgemm  # noqa: F401  # has ops of its own
 from shardwise import kernels as ops
 from shardwise.kernels.jagged import (
     bmm,
@@ -24,6 +23,7 @@ from shardwise.kernels.jagged import (
     padded,
     permute,
     regroup,
+    regroup_numbers,  # noqa: F401  # has ops of its own
     segments,
     softmax,
     unary_embeddings,

@@ -62,6 +62,15 @@ FBGEMM_NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.fbgemm.tables": "round_up tensor_to_device",
         "shardwise.kernels.lookup.bounds": "BoundsCheckMode",
     },
+    "fbgemm_gpu.batched_unary_embeddings_ops": {
+        "shardwise.fbgemm.tables": "BatchedUnaryEmbeddingBag wrap_weight_to_parameter",
+    },
+    "fbgemm_gpu.permute_pooled_embedding_modules": {
+        "shardwise.fbgemm.tables": "PermutePooledEmbeddings",
+    },
+    "fbgemm_gpu.permute_pooled_embedding_modules_split": {
+        "shardwise.fbgemm.tables": "PermutePooledEmbeddingsSplit",
+    },
     "fbgemm_gpu.split_embedding_configs": {
         "shardwise.embeddings.optim.fbgemm_types": (
             "EmbOptimType EmbeddingLocation SparseType SplitState sparse_type_int_to_dtype sparse_type_to_int"

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from .._installed import installed_fbgemm
 from .._version import __version__
 from .fbgemm_names import FBGEMM
 from .hints import advice
@@ -18,10 +18,8 @@ from .torchrec_names import TABLE
 
 # what `torchrec.__version__` says: the version whose names these are, and whose code it is
 SERVED_VERSION = f"1.8.0+shardwise.{__version__}"
-# files named torchrec.py and fbgemm_gpu.py, for processes that nobody could call install() in
 # what `shardwise.torchrec` has of its own, beside the names that it serves
 OWN_NAMES = ("TABLE", "install", "uninstall")
-STAND_INS = str(Path(__file__).parents[1] / "served")
 
 _NAMES = {**TABLE, **FBGEMM}
 # the modules of the tables and the packages they lie in
@@ -45,7 +43,7 @@ def install() -> None:
             " import of it"
         )
     serve("torchrec", original="torchrec")
-    if "fbgemm_gpu" not in sys.modules and real_fbgemm() is None:
+    if "fbgemm_gpu" not in sys.modules and installed_fbgemm() is None:
         serve("fbgemm_gpu", original="fbgemm_gpu")
     hint_at_ops()
 
@@ -103,11 +101,6 @@ def serve(root: str, *, original: str) -> None:
     Finder.roots[root] = original
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
-
-
-def real_fbgemm() -> ModuleSpec | None:
-    """Where the real `fbgemm_gpu` is, if it is installed."""
-    return PathFinder.find_spec("fbgemm_gpu", [place for place in sys.path if place != STAND_INS])
 
 
 def resolve(path: str, name: str, *, served_as: str) -> object:

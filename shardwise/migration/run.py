@@ -20,12 +20,8 @@ from typing import NoReturn
 
 import shardwise
 
-from .mirror import (
-    STAND_INS,
-    Finder,
-    install,
-    real_fbgemm,
-)
+from .._installed import STAND_INS, installed_fbgemm
+from .mirror import Finder, install
 
 USAGE = "usage: python -m shardwise.torchrec script.py [args…]\n       python -m shardwise.torchrec -m module [args…]"
 # what a shell says of a command that was used wrongly, and python of a script that is not there
@@ -46,7 +42,7 @@ def main() -> None:
     sys.argv = arguments
     if not as_module:
         sys.path[0] = str(Path(target).resolve().parent)
-    places = [STAND_INS]
+    places = [str(STAND_INS)]
     if _shardwise_path() != shardwise.__file__:
         # we were found by the working folder, where a child of the script would not look
         places.append(str(Path(shardwise.__file__).parents[1]))
@@ -75,7 +71,7 @@ def take_over(name: str) -> None:
     stand_in = sys.modules.pop(name)
     try:
         install()
-        spec = Finder().find_spec(name) if name in Finder.roots else real_fbgemm()
+        spec = Finder().find_spec(name) if name in Finder.roots else installed_fbgemm()
         assert spec is not None and spec.loader is not None, f"nothing stands behind {name}"
         module = sys.modules[name] = module_from_spec(spec)
         spec.loader.exec_module(module)

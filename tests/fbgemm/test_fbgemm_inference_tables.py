@@ -309,6 +309,12 @@ def test_the_op_looks_up_in_two_buffers(mode: PoolingMode) -> None:
         ({14: 3}, "pooling_mode must be 0"),
         ({16: 3}, "output_dtype 3: outputs are 0 "),
         ({4: torch.tensor([2, 6], dtype=torch.uint8)}, "fp8_exponent_bits and fp8_exponent_bias must be positive"),
+        # a bias of 0 was read as none at all
+        ({4: torch.tensor([2, 6], dtype=torch.uint8), 21: 4, 22: 0}, r"fp8_exponent_bias must be .*, got \(4, 0\)"),
+        # floats and rows in a matrix were tables of fewer rows
+        ({0: torch.ones(500)}, r"dev_weights must be flat bytes, uint8 \[N\], got torch.float32 \[500\]"),
+        ({0: torch.zeros(1, 500, dtype=torch.uint8)}, r"dev_weights must be flat bytes, .*got torch.uint8 \[1, 500\]"),
+        ({3: torch.tensor([[0, 256]])}, r"weights_offsets must have one dimension, got shape \[1, 2\]"),
     ],
 )
 def test_bad_arguments_of_the_op_are_named(changed: dict[int, Any], text: str) -> None:
@@ -316,10 +322,11 @@ def test_bad_arguments_of_the_op_are_named(changed: dict[int, Any], text: str) -
     args: list[Any] = [
         tables.weights_host, tables.weights_uvm, tables.weights_placements, tables.weights_offsets, tables.weights_tys,
         tables.D_offsets, 16, 0, 0, 8, 0, 0, torch.tensor([1, 2]), torch.tensor([0, 1, 2]), 0, None, 0,
+        None, None, 1, 0, -1, -1,
     ]  # fmt: skip
     for place, value in changed.items():
         args[place] = value
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((TypeError, ValueError), match=text):
         OPS["int_nbit_split_embedding_codegen_lookup_function"].function(*args)
 
 

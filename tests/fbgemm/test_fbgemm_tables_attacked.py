@@ -72,6 +72,23 @@ def test_replaced_memory_is_read_before_the_next_lookup(read: Callable[[Any], An
     assert all(bool((states["sum"] == 2).all()) for states in kept.get_optimizer_state())
 
 
+@pytest.mark.parametrize("pooling_mode", PoolingMode)
+def test_a_backward_trains_the_memory_that_was_put_in_place_before_it(pooling_mode: PoolingMode) -> None:
+    """`weights_host.data = ...` between a forward and its backward: the update went to the memory from before, and was
+    lost as the next forward took the other."""
+    specs = [(9, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)] * 3
+    module = SplitTableBatchedEmbeddingBagsCodegen(
+        specs, optimizer=OptimType.EXACT_SGD, learning_rate=1.0, pooling_mode=pooling_mode
+    )
+    output = module(torch.tensor([0, 1, 2, 0, 1, 3]), torch.tensor([0, 1, 2, 3, 4, 5, 6]))
+    module.weights_host.data = torch.full_like(module.weights_host, 5.0)
+    output.sum().backward()
+    first = module.split_embedding_weights()[0]
+    assert torch.equal(first[:2], torch.full_like(first[:2], 4.0)) and torch.equal(first[2:], first[2:] * 0 + 5)
+    trained = sum(int((weights == 4).sum()) for weights in module.split_embedding_weights())
+    assert trained == int((module.weights_host == 4).sum()) > first[:2].numel()
+
+
 def test_dense_tables_look_up_in_what_functional_call_gives() -> None:
     """Tensors given to `torch.func.functional_call` were copied into the tables, for good, and then were the tables'
     memory."""
@@ -204,6 +221,25 @@ def test_inference_tables_refuse_what_they_would_misread(call: Callable[[Any], A
     with pytest.raises(ValueError, match=message):
         call(module)
     assert torch.equal(module.weights_host, before)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            lambda weights: weights.float(),
+            r"weights_host must be the \d+ bytes of the tables, uint8, got torch.float32",
+        ),
+        (lambda weights: weights[:-9], r"weights_host must be the \d+ bytes"),
+    ],
+)
+def test_inference_tables_refuse_memory_that_holds_no_tables(given: Callable[[Tensor], Tensor], message: str) -> None:
+    """Floats in the place of weights_host were looked up as zeros, and of too few bytes the last row was missing."""
+    module = IntNBitTableBatchedEmbeddingBagsCodegen([INT8], device="cpu")
+    module.fill_random_weights()
+    module.weights_host = given(module.weights_host)
+    with pytest.raises(ValueError, match=message):
+        module(torch.tensor([1, 2], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("alignment", [0, -1])

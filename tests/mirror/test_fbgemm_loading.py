@@ -83,6 +83,22 @@ assert shardwise.fbgemm.registered_ops() == []
 import sys
 assert not hasattr(sys.modules["fbgemm_gpu"], "path")
 """,
+    "checks of our own kernels leave it alone": """
+import sys
+from shardwise.perf.selftest.jagged_checks import checks
+assert list(checks())
+import torch
+assert torch.ops.shardwise.permute_tables.default is not None
+assert "fbgemm_gpu" not in sys.modules
+""",
+    "where it is, is known without torch and without the names of TorchRec": """
+import sys
+from shardwise._installed import installed_fbgemm
+assert installed_fbgemm().origin.endswith("fbgemm_gpu.py")
+assert not {"torch", "shardwise.migration"} & set(sys.modules)
+import shardwise.migration.mirror
+assert "torch" not in sys.modules
+""",
     "its own are there after import torchrec": """
 import shardwise.torchrec
 shardwise.torchrec.install()
