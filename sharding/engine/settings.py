@@ -75,7 +75,8 @@ def id_checks(
 
     A key that is looked up in several tables of one mode is checked against the smallest.
     """
-    modes = [_mode_of(table.options.bounds_check_mode, default) for table in routes.tables]
+    asked = [table.options.bounds_check_mode for table in routes.tables]
+    modes = [default if name is None else BoundsCheckMode[name] for name in asked]
     smallest: dict[BoundsCheckMode, dict[str, int]] = {}
     for feature, table in routes.lookups:
         of_mode = smallest.setdefault(modes[table], {})
@@ -89,7 +90,3 @@ def id_checks(
         keys = None if len(tables) == len(used) else [number for number, _, _ in tables]
         checks.append(IdCheck(mode, keys, pack_features(spec, device), names))
     return checks
-
-
-def _mode_of(name: str | None, default: BoundsCheckMode) -> BoundsCheckMode:
-    return default if name is None else BoundsCheckMode[name]
