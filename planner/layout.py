@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -41,6 +41,11 @@ SERVING: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 REDUCTIONS = ("partial", "ordered")
 ROW_STATES = ("shard", "table")
+# types of the rows and outputs of tables that train, and modes of the check of ids, by TorchRec's names
+TRAINED_TYPES = ("FP32", "FP16", "BF16")
+_TORCH_TYPES = {"FLOAT32": "FP32", "FLOAT": "FP32", "FLOAT16": "FP16", "HALF": "FP16", "BFLOAT16": "BF16"}
+BOUNDS_CHECKS = ("FATAL", "WARNING", "IGNORE")
+_BOUNDS_CHECKS = (*BOUNDS_CHECKS, "NONE", *(f"V2_{mode}" for mode in BOUNDS_CHECKS))
 
 
 @dataclass(frozen=True)
@@ -62,15 +67,34 @@ def _is_given(value: Any) -> bool:
     return value is not None
 
 
+def type_name(kind: object) -> str:
+    """The name of a type of numbers, as `DataType`, FBGEMM's `SparseType`, torch or text has it: FP16, say."""
+    name = str(getattr(kind, "name", kind)).removeprefix("torch.").upper()
+    return _TORCH_TYPES.get(name, name)
+
+
+def bounds_check_name(mode: object) -> str:
+    """The name of a mode of the check of ids, of ours or of FBGEMM's: one of BOUNDS_CHECKS, if there is such a mode."""
+    name = str(getattr(mode, "name", mode)).upper()
+    return "IGNORE" if name == "NONE" else name.removeprefix("V2_") if name in _BOUNDS_CHECKS else name
+
+
 _ON_DEVICE = "rows are kept in the memory of the device"
+_BOUNDS_CHECK = Setting(
+    lambda value: _is_given(value) and bounds_check_name(value) not in BOUNDS_CHECKS,
+    f"BoundsCheckMode {', '.join(BOUNDS_CHECKS[:-1])} or {BOUNDS_CHECKS[-1]}",
+)
 _VIRTUAL = Setting(bool, "table a fixed num_embeddings: no table here makes its rows as ids come")
 # of tables that train, and of quantized ones
 TRAINED_SETTINGS: Mapping[str, Setting] = {
     "cache_params": Setting(idle=_is_given, reason=_ON_DEVICE),
     "enforce_hbm": Setting(idle=lambda value: value is False, reason=_ON_DEVICE),
-    "stochastic_rounding": Setting(lambda value: value is False, "table's optimizer stochastic_rounding=False"),
-    "bounds_check_mode": Setting(_is_given, "collection policy=LookupPolicy(bounds_check=...)"),
-    "output_dtype": Setting(_is_given, "collection policy=LookupPolicy(output_dtype=...)"),
+    "stochastic_rounding": Setting(lambda value: value not in (None, True, False), "value True or False"),
+    "bounds_check_mode": _BOUNDS_CHECK,
+    "output_dtype": Setting(
+        lambda value: _is_given(value) and type_name(value) not in TRAINED_TYPES,
+        f"DataType {', '.join(TRAINED_TYPES[:-1])} or {TRAINED_TYPES[-1]}",
+    ),
     "key_value_params": Setting(idle=_is_given, reason=_ON_DEVICE),
     "use_virtual_table": _VIRTUAL,
 }
@@ -80,7 +104,7 @@ SERVED_SETTINGS: Mapping[str, Setting] = {
     "cache_params": Setting(idle=_is_given, reason=_BY_KERNEL),
     "enforce_hbm": Setting(idle=_is_given, reason=_BY_KERNEL),
     "stochastic_rounding": Setting(idle=_is_given, reason=_SAME_BITS),
-    "bounds_check_mode": Setting(),
+    "bounds_check_mode": _BOUNDS_CHECK,
     "output_dtype": Setting(_is_given, "call that quantizes output_dtype=..., which holds for the collection"),
     "key_value_params": Setting(idle=_is_given, reason=_BY_KERNEL),
     "reduction": Setting(idle=_is_given, reason=_SAME_BITS),
@@ -120,7 +144,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class TableOptions:
-    """How the shards of one table work together.
+    """How the shards of one table work together, and what of the table's lookups and updates a plan sets.
 
     Args:
         reduction: how row shards add up: "partial" (each owner pools its rows and partial sums travel) or "ordered"
@@ -128,6 +152,10 @@ class TableOptions:
         row_state: what a rule that keeps one number a row (rowwise Adagrad, LAMB) sees of a table cut by columns:
             "shard" (each column shard has its own number) or "table" (one number over all columns, that of the uncut
             table).
+        output_dtype: the type of the table's lookups, FP32, FP16 or BF16; None is that of the collection.
+        bounds_check_mode: what an id outside the table does, FATAL, WARNING or IGNORE; None is the collection's.
+        stochastic_rounding: whether rows of FP16 and BF16 are rounded so; None is what the table's optimizer says.
+        weights_precision: the type of the table's rows, FP32, FP16 or BF16; None is that of the unsharded table.
 
     Raises:
         ValueError: a value is not one of these.
@@ -135,12 +163,25 @@ class TableOptions:
 
     reduction: str = "partial"
     row_state: str = "shard"
+    output_dtype: str | None = None
+    bounds_check_mode: str | None = None
+    stochastic_rounding: bool | None = None
+    weights_precision: str | None = None
 
     def __post_init__(self) -> None:
-        for field, known in zip(fields(self), (REDUCTIONS, ROW_STATES), strict=True):
-            value = getattr(self, field.name)
+        for what, known in (
+            ("reduction", REDUCTIONS), ("row_state", ROW_STATES), ("output_dtype", (None, *TRAINED_TYPES)),
+            ("bounds_check_mode", (None, *BOUNDS_CHECKS)), ("stochastic_rounding", (None, True, False)),
+            ("weights_precision", (None, *TRAINED_TYPES)),
+        ):  # fmt: skip
+            value = getattr(self, what)
             if value not in known:
-                raise ValueError(f"{field.name} must be one of {list(known)}, got {value!r}")
+                raise ValueError(f"{what} must be one of {list(known)}, got {value!r}")
+
+    def over(self, others: TableOptions) -> TableOptions:
+        """These, and those of `others` where these say nothing (None)."""
+        silent = [field.name for field in fields(self) if getattr(self, field.name) is None]
+        return replace(self, **{name: getattr(others, name) for name in silent})
 
 
 def table_wise(table: str, rows: int, dim: int, rank: int) -> list[Shard]:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.kernels import Rule, rule_named
+from shardwise.kernels import Rule, define_rule, rule_named
+from shardwise.kernels.rule import row_mean, row_sum, sqrt, where
 
 from ..tables.table_layout import OptimizerSpec
 from .rule_optimizer import RuleOptimizer, step_each
@@ -102,6 +103,17 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         p.sub_((lr * rows / scale).reshape(p.shape).to(p.dtype))
 
 
+@define_rule(total="row", accumulator="total")
+def rowwise_adagrad_max_norm(
+    w: Any, g: Any, total: Any, row: Any, lr: float = 0.01, eps: float = 1e-8, max_norm: float = 0.0
+) -> Any:
+    """Rowwise Adagrad, after which a row longer than `max_norm` is cut to that length, as FBGEMM does on a GPU."""
+    total = total + row_mean(g * g, row)
+    moved = w - lr / (sqrt(total) + eps) * g
+    length = sqrt(row_sum(moved * moved, row))
+    return where(length > max_norm, moved * (max_norm / length), moved), total
+
+
 # optimizer class -> its rule, and how it means `weight_decay`
 _RULES: dict[type[torch.optim.Optimizer], tuple[str, str]] = {
     torch.optim.SGD: ("sgd", "l2"),
@@ -122,7 +134,7 @@ def optimizer_spec(
 
     Besides the rule's hyper-parameters these may be `weight_decay` and `weight_decay_mode` (default: what the class
     means by it), `gradient_clipping=True` with `max_gradient` (default 1.0), `stochastic_rounding` (default True) and
-    `seed`.
+    `seed`; of `RowWiseAdagrad` also `max_norm`, the length to which rows are cut when they are updated.
 
     Raises:
         ValueError: the class has no fused rule, an argument asks for something that the rule does not do, or a number
@@ -172,6 +184,8 @@ def _rule_of(optimizer_class: type[torch.optim.Optimizer], given: dict[str, Any]
     name, decay = _RULES[optimizer_class]
     if name == "sgd" and given.get("momentum"):
         name = "momentum_sgd"
+    if name == "rowwise_adagrad" and given.get("max_norm"):
+        name = "rowwise_adagrad_max_norm"
     return rule_named(name), decay
 
 
@@ -180,7 +194,8 @@ def _mode(mode: Any, table: str) -> WeightDecayMode:
     name = str(getattr(mode, "name", mode)).upper()
     if name not in [known.name for known in _DECAYS]:
         expected = ", ".join(known.name for known in _DECAYS)
-        raise ValueError(f"table {table!r}: unknown weight_decay_mode {mode!r}: expected one of {expected}")
+        what = "is served by no rule" if name in WeightDecayMode.__members__ else "is unknown"
+        raise ValueError(f"table {table!r}: weight_decay_mode {mode!r} {what}: expected one of {expected}")
     return WeightDecayMode[name]
 
 
@@ -237,7 +252,7 @@ def mark_optimizer(
     marks._in_backward_optimizers = []
 
 
-def optimizer_of(param: nn.Parameter) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+def optimizer_of(param: Tensor) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
     """The optimizer class and arguments that mark `param`, set by this module or by torch's own function.
 
     Raises:

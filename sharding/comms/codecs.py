@@ -29,6 +29,8 @@ class Codec(abc.ABC):
     name: str
     # False where encoding only views the values as bytes
     compresses: bool = True
+    # what rows become once they are here; None leaves their type to the collection
+    output_dtype: torch.dtype | None = None
 
     @abc.abstractmethod
     def encoded_bytes(self, elements: int) -> int:

@@ -18,10 +18,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ...planner.layout import TRAINED_TYPES, type_name
 from .codecs import BF16, FP16, FP32, Codec, Floats, Format, FormatCodec, check_block, fp8, int8, mx4
 
 QuantizationContext = TypeVar("QuantizationContext")
 
+_DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 _MOST_PAIRS = 64
 _pairs: dict[tuple[int, int, str], tuple[object, tuple[Codec, Codec]]] = {}
 
@@ -131,7 +133,8 @@ class FormatCommCodec(QuantizedCommCodec[None]):
             n = size * 8 // (format.row * format.bits + 8 * format.row_bytes) * format.row
             if codec.encoded_bytes(n) != size:
                 raise ValueError(f"{codec.name}: no number of whole rows of {format.row} values has {size} bytes")
-            return codec.decode(input_grad, n)
+            decoded = codec.decode(input_grad, n)
+            return decoded if codec.output_dtype is None else decoded.to(codec.output_dtype)
         values = input_grad.to(torch.float32)
         return values if codec.loss_scale is None else values / codec.loss_scale
 
@@ -153,8 +156,9 @@ class QCommsConfig:
 
     A loss scale multiplies values on the way, for fp16 and bf16. `fp8_quantize_dim` and `mx4_quantize_dim` are the
     numbers of values that share a scale: multiples of 4 and 8, 64 and 32 by default, the backward ones as forward. In
-    backward fp8 is e5m2, with `fp8_bwd_uses_143` e4m3. `output_dtype` may only say fp32, which is what arrives;
-    `mx4_rounding_mode` may only be even (2). `fp8_output_dtype` is an older name of `output_dtype`.
+    backward fp8 is e5m2, with `fp8_bwd_uses_143` e4m3. `output_dtype` is what rows become that arrive as fp8 or mx4,
+    and so the type of a collection's output: fp32 (the default), fp16 or bf16; gradients arrive as fp32.
+    `fp8_output_dtype` is an older name of it. `mx4_rounding_mode` may only be even (2).
     """
 
     forward_precision: CommType = CommType.FP32
@@ -177,12 +181,21 @@ class QCommsConfig:
                 raise ValueError(f"{side}_precision must be a CommType, got {kind!r}")
             if getattr(self, f"{side}_loss_scale") is not None and kind not in (CommType.FP16, CommType.BF16):
                 warnings.warn(f"QCommsConfig: {side}_loss_scale is not used: {kind} needs none", stacklevel=3)
-        fp32, even = ("rows arrive as fp32", "fp32", "torch.float32"), ("mx4 rounds to even (2)", "even", "2")
-        for name, (why, *served) in (("output_dtype", fp32), ("fp8_output_dtype", fp32), ("mx4_rounding_mode", even)):
+        # a member of an enum has a name: TorchRec's own enums need not be there
+        rounds = self.mx4_rounding_mode
+        if rounds is not None and str(getattr(rounds, "name", rounds)).lower() not in ("even", "2"):
+            raise ValueError(f"mx4_rounding_mode: mx4 rounds to even (2), got {rounds!r}; leave it out")
+        if self.fp8_output_dtype is not None and self.output_dtype is None:
+            self.output_dtype = self.fp8_output_dtype
+        for name in ("output_dtype", "fp8_output_dtype"):
             value = getattr(self, name)
-            # a member of an enum has a name: TorchRec's own enums need not be there
-            if value is not None and str(getattr(value, "name", value)).lower() not in served:
-                raise ValueError(f"{name}: {why}, got {value!r}; leave it out")
+            if value is not None and type_name(value) not in TRAINED_TYPES:
+                raise ValueError(f"{name}: rows become one of {', '.join(TRAINED_TYPES)}, got {value!r}")
+        if self.arrives_as is None and self.output_dtype is not None and type_name(self.output_dtype) != "FP32":
+            warnings.warn(
+                f"QCommsConfig: output_dtype is not used: rows that travel as {self.forward_precision} arrive as fp32",
+                stacklevel=3,
+            )
         for kind in (CommType.FP8, CommType.MX4):
             forward, backward = f"{kind}_quantize_dim", f"{kind}_quantize_dim_bwd"
             if kind not in (self.forward_precision, self.backward_precision):
@@ -192,14 +205,26 @@ class QCommsConfig:
             elif getattr(self, backward) is None:
                 setattr(self, backward, getattr(self, forward))
 
+    @property
+    def arrives_as(self) -> torch.dtype | None:
+        """The type that rows are given when they arrive; None leaves it to the collection."""
+        if self.output_dtype is None or self.forward_precision not in (CommType.FP8, CommType.MX4):
+            return None
+        return _DTYPES[type_name(self.output_dtype)]
+
 
 def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> QuantizedCommCodecs:
     """The pair of codecs that a config describes; without one, values travel as they are."""
     if qcomms_config is None:
         return QuantizedCommCodecs()
     config, exponent_bits = qcomms_config, 4 if qcomms_config.fp8_bwd_uses_143 else 5
+    forward = _side(
+        config.forward_precision, config.forward_loss_scale, config.fp8_quantize_dim, 4, config.mx4_quantize_dim
+    )
+    if isinstance(forward, FormatCommCodec):
+        forward.codec.output_dtype = config.arrives_as
     return QuantizedCommCodecs(
-        _side(config.forward_precision, config.forward_loss_scale, config.fp8_quantize_dim, 4, config.mx4_quantize_dim),
+        forward,
         _side(
             config.backward_precision, config.backward_loss_scale, config.fp8_quantize_dim_bwd, exponent_bits,
             config.mx4_quantize_dim_bwd,
@@ -291,7 +316,7 @@ def _codec(codec: QuantizedCommCodec[Any], device: torch.device | None) -> Codec
 
 def _identity(codec: Codec) -> object:
     # two codecs of a user's class may be set up differently
-    return id(codec.codec) if isinstance(codec, UserCodec) else codec.name
+    return id(codec.codec) if isinstance(codec, UserCodec) else (codec.name, codec.output_dtype)
 
 
 # lengths at which a codec is tried before it is trusted, in units of its row

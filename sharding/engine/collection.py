@@ -24,7 +24,6 @@ from shardwise.embeddings.tables.id_check import mark_bad_ids
 from shardwise.embeddings.tables.lookup_autograd import warn_of_eval
 from shardwise.embeddings.tables.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
-from shardwise.kernels import BoundsCheckMode
 from shardwise.kernels._op import no_second_derivative, runs_kernel
 
 from ...planner.layout import Shard, TableOptions, validate
@@ -44,6 +43,7 @@ from .late_weights import finish_weights
 from .reshard import reshard
 from .route import Sending, divide_ahead, raise_with_sizes, route
 from .routes import Routes, Table, plan_routes
+from .settings import output_dtypes
 from .shards import LocalShards
 from .stages import StagedModule, StepContext
 from .state import States, publish_weights, take_weights
@@ -179,9 +179,10 @@ class ShardedCollection(StagedModule[Step]):
         self._id_maps = dict(id_maps or {})
         self.maps_ids = bool(self._id_maps)
         self._dedup = dedup and not self._pooled
-        self._codec, self._codec_back = (
-            codec if codec.compresses else None for codec in codecs_of(codecs, pooled=self._pooled, device=device)
-        )
+        pair = codecs_of(codecs, pooled=self._pooled, device=device)
+        self._codec, self._codec_back = (codec if codec.compresses else None for codec in pair)
+        # the type that the exchange gives rows, if it does
+        self._arrives_as = pair[0].output_dtype
         self._stores = stores
 
         def plan() -> tuple[tuple[Routes, list[Mark | None]], Facts]:
@@ -232,6 +233,7 @@ class ShardedCollection(StagedModule[Step]):
         self.shards = LocalShards(routes, rank, local_tables, self._exchange)
         # what the state dicts of this rank's tables are made of
         self.states = States(routes, local_tables, self._env)
+        self._output_dtypes = output_dtypes(routes, self._policy.output_dtype, self._arrives_as)
         self._forget()
 
     def _forget(self) -> None:
@@ -333,19 +335,20 @@ class ShardedCollection(StagedModule[Step]):
             weights = features.weights_or_none() if self._weighted else None
             if weights is not None and not update:
                 weights = weights.detach()
-            # ids outside their tables may pass, and count as none
-            lenient = self._policy.bounds_check is not BoundsCheckMode.FATAL and bool(sending.used)
+            lenient = sending.lenient
             dedup = self._dedup and not lenient and not self._id_maps
             ahead, divided = device.type == "cuda" and runs_kernel(features.values()), None
             if ahead and not dedup:
                 divided = divide_ahead(features, self._routes, sending, weights, lenient=lenient)
             picked = features if sending.all_used else features.permute(sending.used)
-            guard = mark_bad_ids(
-                picked.values(), picked.offsets(), sending.checked, sending.checked_names, self._policy.bounds_check,
-                padded=picked.capacity() is not None,
-            )  # fmt: skip
-            if guard is not None:
-                raise_with_sizes(guard, features, picked, sending, divided, fatal=not lenient)
+            for check in sending.checks:
+                part = picked if check.keys is None else picked.permute(check.keys)
+                guard = mark_bad_ids(
+                    part.values(), part.offsets(), check.features, check.names, check.mode,
+                    padded=part.capacity() is not None,
+                )  # fmt: skip
+                if guard is not None:
+                    raise_with_sizes(guard, features, part, check, divided)
             if dedup:
                 features, step.inverse = dedup_ids(features, sending)
                 sending = self._sending_of(tuple(features.keys()), update)
@@ -369,7 +372,8 @@ class ShardedCollection(StagedModule[Step]):
 
     def _sending_of(self, keys: tuple[str, ...], update: bool) -> Sending:
         if (keys, update) not in self._sending:
-            self._sending[keys, update] = Sending(self._routes, keys, update, self.device)
+            mode = self._policy.bounds_check
+            self._sending[keys, update] = Sending(self._routes, keys, update, self.device, mode)
         return self._sending[keys, update]
 
     def send_ids(self, step: Step) -> None:

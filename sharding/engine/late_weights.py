@@ -8,7 +8,6 @@ import torch
 
 from shardwise.embeddings.tables.variable_batch import pad_strides
 from shardwise.jagged import KeyedJaggedTensor
-from shardwise.kernels import BoundsCheckMode
 
 from ..comms.consensus import raise_first
 from .route import divide_ahead, route
@@ -25,7 +24,7 @@ def finish_weights(collection: ShardedCollection, step: Step, features: KeyedJag
 
     Raises, on all ranks, what `features` is on some rank; ValueError: it is not the batch that left.
     """
-    lenient = collection._policy.bounds_check is not BoundsCheckMode.FATAL and bool(step.sending.used)
+    lenient = step.sending.lenient
     weighed = step
     failure: Exception | None = None
     try:

@@ -20,7 +20,7 @@ from ...planner.layout import Shard, Span, TableOptions
 from ..comms.agreement import Facts, agree
 from ..comms.exchange import Exchange
 from ..plan.plan import ParameterSharding, options_of, shards_of
-from .routes import Routes
+from .routes import Routes, Table
 from .state import Box, States, overlap
 from .tables import LocalTables, facts_of_replicas
 
@@ -140,7 +140,7 @@ def _go_over(
             raise ValueError("tables whose rows are in a row store or found by an id map cannot be resharded")
         if collection._tables.accumulation.begun:
             raise ValueError("gradients wait for a step: call step() or zero_grad() of the fused optimizer first")
-        tables = [replace(table, options=options.get(name, table.options)) for name, table in old.tables.items()]
+        tables = [replace(table, options=_options(table, options.get(name))) for name, table in old.tables.items()]
         routes, facts = collection._plan(tables, shards)
         local_tables = LocalTables(routes, old.env.rank, device, collection._policy, None)
         local_tables.matrices()
@@ -173,6 +173,24 @@ def _go_over(
     local_tables.take_parameters(collection._tables)
     collection._settle(routes, number, local_tables)
     collection.fused_optimizer.follow_plan(collection.shards, collection.states)
+
+
+def _options(table: Table, changed: TableOptions | None) -> TableOptions:
+    """The options of a table under the new plan, which keeps what it says nothing of."""
+    if changed is None:
+        return table.options
+    options = changed.over(table.options)
+    for what in ("stochastic_rounding", "weights_precision"):
+        before, after = getattr(table.options, what), getattr(options, what)
+        if what == "stochastic_rounding" and before is None:
+            before = after if table.optimizer is None else table.optimizer.stochastic_rounding
+            after = before if after is None else after
+        if before != after:
+            raise ValueError(
+                f"table {table.name!r}: {what} stays {before!r} when a table is resharded, and the new plan says"
+                f" {after!r}: leave it None, or shard the model anew from a checkpoint"
+            )
+    return options
 
 
 def _columns_of(states: States, name: str) -> dict[Span, Span]:

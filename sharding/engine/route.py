@@ -23,16 +23,16 @@ from torch import Tensor
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged._segments import Beside
 from shardwise.kernels import (
-    Feature,
+    BoundsCheckMode,
     block_bucketize,
     complete_cumsum,
-    pack_features,
     permute_segments,
     raise_from_guard,
 )
 from shardwise.kernels.features import bag_of_position
 
 from .routes import Cut, Routes, Stream, is_even
+from .settings import IdCheck, id_checks
 from .step import Step
 
 # rows of a table whose ids may be any numbers
@@ -169,7 +169,15 @@ class Sending:
     lookups in tables that every rank holds.
     """
 
-    def __init__(self, routes: Routes, keys: Sequence[str], update: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        routes: Routes,
+        keys: Sequence[str],
+        update: bool,
+        device: torch.device,
+        mode: BoundsCheckMode = BoundsCheckMode.FATAL,
+    ) -> None:
+        """`mode` is what a bad id does where the plan says nothing of the table."""
         self.place = place = {key: number for number, key in enumerate(keys)}
         if missing := [name for name in dict.fromkeys(routes.features) if name not in place]:
             raise KeyError(f"features {missing} are not in the batch, which has {list(keys)}")
@@ -199,7 +207,7 @@ class Sending:
             ],
             segments, device,
         )  # fmt: skip
-        self._find_checks(routes, keys, device)
+        self._find_checks(routes, keys, device, mode)
         self._find_division_of_keys(routes, len(keys), sent, device)
         # slots of all ranks, group by group: the stream of each, where the slots of each group begin, and which groups
         # are of each rank
@@ -215,20 +223,19 @@ class Sending:
         self.group_slots = list(accumulate((len(group) for rank in slots for group in rank), initial=0))
         self.groups_of_rank = [slice(*ends) for ends in pairwise(accumulate(map(len, slots), initial=0))]
 
-    def _find_checks(self, routes: Routes, keys: Sequence[str], device: torch.device) -> None:
+    def _find_checks(self, routes: Routes, keys: Sequence[str], device: torch.device, mode: BoundsCheckMode) -> None:
         """What the ids of each key are checked against: the smallest of the tables that they are looked up in."""
         rows = [(table.id_range or ANY) if table.mapped else table.rows for table in routes.tables]
-        smallest: dict[str, tuple[int, int]] = {}
+        smallest: dict[str, int] = {}
         for feature, table in routes.lookups:
-            smallest[feature] = min(smallest.get(feature, (ANY, table)), (rows[table], table))
+            smallest[feature] = min(smallest.get(feature, ANY), rows[table])
         # other keys may hold anything
         self.used = [number for number, key in enumerate(keys) if key in smallest]
         self.all_used = len(self.used) == len(keys)
-        self.rows = [smallest[keys[k]][0] for k in self.used]
-        spec = [Feature(0, rows_of, 1, 0) for rows_of in self.rows]
-        self.checked = pack_features(spec, device)
-        names = [(keys[k], routes.tables[smallest[keys[k]][1]].name) for k in self.used]
-        self.checked_names = [f"feature {feature!r} (table {table!r})" for feature, table in names]
+        self.rows = [smallest[keys[k]] for k in self.used]
+        self.checks = id_checks(routes, [keys[k] for k in self.used], rows, mode, device)
+        # ids outside their tables may pass, and count as none
+        self.lenient = any(check.mode is not BoundsCheckMode.FATAL for check in self.checks)
 
     def _find_division_of_keys(self, routes: Routes, keys: int, sent: Sequence[Stream], device: torch.device) -> None:
         """How all keys of a batch are divided; `self.keys` is None where one that is cut is looked up otherwise too."""
@@ -318,12 +325,10 @@ def raise_with_sizes(
     guard: Tensor,
     features: KeyedJaggedTensor,
     picked: KeyedJaggedTensor,
-    sending: Sending,
+    check: IdCheck,
     divided: Division | None,
-    *,
-    fatal: bool,
 ) -> None:
-    """Raise, or warn, for what `mark_bad_ids` left in a guard about the `picked` features of a batch on a GPU.
+    """Raise, or warn, for what a check left in a guard about the `picked` features of a batch on a GPU.
 
     The sizes of the batch and of what was `divided`, which must be known before its ids leave, come in the same copy.
     """
@@ -334,8 +339,8 @@ def raise_with_sizes(
         # a bad offset explains wrong sizes
         numbers = beside.read()
         raise_from_guard(
-            guard, picked.values(), picked.offsets(), sending.checked, sending.checked_names, fatal=fatal,
-            numbers=numbers[:3],
+            guard, picked.values(), picked.offsets(), check.features, check.names,
+            fatal=check.mode is BoundsCheckMode.FATAL, numbers=numbers[:3],
         )  # fmt: skip
     if divided is not None:
         divided.sizes = numbers[3:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -28,6 +29,7 @@ from ...planner.layout import Shard, TableOptions
 from ..comms.agreement import MAY_DIFFER
 from ..comms.exchange import Exchange
 from .routes import Group, Routes, Serving, Table
+from .settings import dtype_named
 
 # an optimizer class and its keyword arguments
 Mark: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, Any]]
@@ -51,16 +53,33 @@ def tables_of(
     for config, param in zip(module._configs, module._table_parameters(), strict=True):
         default = None if config.name in replicated else default_optimizer
         mark = (optimizer_of(param) or default) if param.requires_grad else None
+        chosen = options.get(config.name, TableOptions())
+        dtype = param.dtype if chosen.weights_precision is None else dtype_named(chosen.weights_precision)
+        if chosen.stochastic_rounding is not None:
+            mark = _rounded(mark, chosen.stochastic_rounding, config.name, param.requires_grad)
         tables.append(
             Table(
-                config.name, config.num_embeddings, config.embedding_dim, param.dtype,
+                config.name, config.num_embeddings, config.embedding_dim, dtype,
                 None if mark is None else optimizer_spec(*mark, table=config.name),
-                tuple(config.feature_names), module._is_averaged(config), options.get(config.name, TableOptions()),
+                tuple(config.feature_names), module._is_averaged(config), chosen,
                 config.name in mapped, mapped.get(config.name),
             )
         )  # fmt: skip
         marks.append(mark)
     return tables, marks
+
+
+def _rounded(mark: Mark | None, stochastic: bool, table: str, trained: bool) -> Mark | None:
+    """The optimizer of a table whose plan says how its rows are rounded."""
+    if mark is None:
+        if trained:
+            warnings.warn(
+                f"the plan's stochastic_rounding (table {table!r}) has no effect: the table has no optimizer in its"
+                " backward, and an ordinary one rounds as torch does",
+                stacklevel=2,
+            )
+        return None
+    return mark[0], {**mark[1], "stochastic_rounding": stochastic}
 
 
 def facts_of_replicas(tables: Iterable[Table], shards: Iterable[Shard], device: torch.device) -> dict[str, str]:

@@ -20,7 +20,7 @@ from ..engine.stages import StepContext
 from ..engine.step import Step
 from ..engine.tables import Mark
 from ..plan.module_sharder import require_tables, require_type
-from ..plan.plan import ParameterSharding, options_of, shards_of
+from ..plan.plan import ParameterSharding, shards_of
 from .sharded_collections import ShardedEmbeddingBagCollection, StepAwaitable
 from .sharders import CollectionSharder
 
@@ -190,10 +190,13 @@ class EmbeddingBagSharder(CollectionSharder[nn.EmbeddingBag]):
         """
         require_type(self, module)
         require_tables(params, [_WEIGHT], module_fqn)
+        where = torch.device(device or "cpu")
+        self._settings.require_device(where)
         shards = shards_of(_WEIGHT, params[_WEIGHT], module.num_embeddings, module.embedding_dim, env.world_size)
+        options = {_WEIGHT: self._options_of(_WEIGHT, params[_WEIGHT], module.weight)}
         return ShardedEmbeddingBag(
-            module, shards, env, torch.device(device or "cpu"), default_optimizer=self._default_optimizer,
-            options={_WEIGHT: options_of(params[_WEIGHT])}, codecs=self.qcomm_codecs_registry,
+            module, shards, env, where, default_optimizer=self._default_optimizer, options=options,
+            codecs=self.qcomm_codecs_registry,
         )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from ..comms.awaitable import LazyAwaitable, W
 from ..engine.collection import ShardedCollection
 from ..engine.dedup import CutGradient, expand_rows
+from ..engine.settings import cast_sums
 from ..engine.step import Step
 
 # says what each rank holds of a pooled collection, at level INFO
@@ -97,7 +98,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             values = torch.cat([pieces[lookup] for lookup in range(len(dims))], dim=1)
         if step.given.inverse_indices_or_none() is not None:
             values = expand_pooled(values, dims, inverse_of(step.given, self._routes.features))
-        return self._output.with_values(values.to(self._policy.output_dtype))
+        return self._output.with_values(cast_sums(values, dims, self._output_dtypes, self._policy.output_dtype))
 
 
 class ShardedFusedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
@@ -137,8 +138,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """The result of a batch. Raises as `ShardedEmbeddingBagCollection.finish`."""
         given, padded = step.given, step.padded
         by_lookup = {**self.wire.by_lookup(step, self.exchanged(step)), **self.dense_rows(step)}
-        features, dtype = self._routes.features, self._policy.output_dtype
-        rows = [self._rows_of_ids(step, n, by_lookup[n]).to(dtype) for n in range(len(features))]
+        features, dtypes = self._routes.features, self._output_dtypes
+        rows = [self._rows_of_ids(step, n, by_lookup[n]).to(dtypes[n]) for n in range(len(features))]
         if given.inverse_indices_or_none() is not None:
             return self._full_batch(given, padded, rows)
         strides, begin, place = given.stride_per_key(), given.lengths_offset_per_key(), given.index_per_key()
@@ -169,6 +170,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
         per_id, lengths, sizes = expand_bags(picked, per_id, inverse_of(given, picked.keys()))
         pieces = [torch.split(tensor, sizes) for tensor in per_id]
         return {
-            name: JaggedTensor(pieces[0][n], weights=pieces[1][n] if self._need_indices else None, lengths=lengths[n])
+            # side by side they had one type
+            name: JaggedTensor(
+                pieces[0][n].to(self._output_dtypes[n]),
+                weights=pieces[1][n] if self._need_indices else None,
+                lengths=lengths[n],
+            )
             for n, name in enumerate(self._names)
         }

@@ -7,7 +7,6 @@ sharder whose `module_type` is your class to say that the collection's forward w
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -15,17 +14,12 @@ import torch
 from torch import nn
 
 from shardwise.embeddings import (
-    LAMB,
     EmbeddingBagCollection,
     EmbeddingCollection,
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
-    LarsSGD,
-    PartialRowWiseAdam,
-    PartialRowWiseLAMB,
-    RowWiseAdagrad,
-    optimizer_spec,
 )
+from shardwise.embeddings.optim.optimizers import optimizer_of
 
 from ...planner.layout import CAPABILITIES, Shard, TableOptions
 from ..comms.env import ShardingEnv
@@ -46,29 +40,11 @@ from ..plan.plan import (
     shards_of,
     tables_of,
 )
+from .fused_params import settings_from
 from .sharded_collections import (
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
     ShardedFusedEmbeddingBagCollection,
-)
-
-# a table without an optimizer, as TorchRec has it
-DEFAULT_OPTIMIZER: Mark = (torch.optim.SGD, {"lr": 0.01})
-# FBGEMM's name of an optimizer -> ours, and what of fused_params it reads besides _COMMON
-_MOMENTS = ("eps", "beta1", "beta2")
-_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
-    "SGD": (torch.optim.SGD, ()),
-    "ADAGRAD": (torch.optim.Adagrad, ("eps", "initial_accumulator_value")),
-    "ROWWISE_ADAGRAD": (RowWiseAdagrad, ("eps", "initial_accumulator_value")),
-    "ADAM": (torch.optim.Adam, _MOMENTS),
-    "LAMB": (LAMB, _MOMENTS),
-    "LARS_SGD": (LarsSGD, ("momentum", "eta")),
-    "PARTIAL_ROWWISE_ADAM": (PartialRowWiseAdam, _MOMENTS),
-    "PARTIAL_ROWWISE_LAMB": (PartialRowWiseLAMB, _MOMENTS),
-}
-_COMMON = (
-    *("lr", "weight_decay", "weight_decay_mode", "stochastic_rounding", "seed"),
-    *("gradient_clipping", "max_gradient"),
 )
 
 
@@ -78,12 +54,16 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
     Args:
         fused_params: the optimizer of tables that have none in their backward, in FBGEMM's words: `optimizer` (its
             `EmbOptimType`, the name of one, or a class of ours), `learning_rate` (or `lr`, default 0.01), `eps`,
-            `weight_decay`, ... A setting that the optimizer does not read, and one about caches and storage, has no
-            effect: a warning names it.
+            `weight_decay`, `max_norm` (rowwise Adagrad: rows are cut to it when they are updated), ... Of all tables,
+            where their plan says nothing: `output_dtype`, `weights_precision`, `bounds_check_mode` and `location`. A
+            setting that the optimizer does not read, and one about caches and storage, has no effect: a warning names
+            it.
         qcomm_codecs_registry: as `ModuleSharder`.
 
     Raises:
-        ValueError: the optimizer has no fused rule, or a number is no good.
+        ValueError: the optimizer has no fused rule, a setting would change numbers and is not served, or a value is
+            no good.
+        TypeError: there is no such setting.
     """
 
     def __init__(
@@ -93,7 +73,8 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
     ) -> None:
         super().__init__(qcomm_codecs_registry)
         self._fused_params = fused_params
-        self._default_optimizer = optimizer_from(fused_params or {})
+        self._settings = settings_from(fused_params or {}, stacklevel=2)
+        self._default_optimizer = self._settings.optimizer
 
     @property
     def fused_params(self) -> dict[str, Any] | None:
@@ -147,7 +128,12 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         shards = [
             shard for name, size in sizes.items() for shard in shards_of(name, params[name], *size, env.world_size)
         ]
-        return shards, {name: options_of(params[name]) for name in sizes}
+        tables = BaseEmbeddingSharder.shardable_parameters(self, cast(M, module))
+        return shards, {name: self._options_of(name, params[name], tables[name]) for name in sizes}
+
+    def _options_of(self, name: str, sharding: ParameterSharding, table: torch.Tensor) -> TableOptions:
+        """What a table's plan says of it, and where it says nothing the `fused_params`."""
+        return options_of(sharding).over(self._settings.options_of(name, optimizer_of(table)))
 
     def _build(
         self,
@@ -160,6 +146,7 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         dedup: bool = False,
         id_maps: Mapping[str, IdMap] | None = None,
     ) -> ShardedCollection:
+        self._settings.require_device(device)
         make: Any = ShardedEmbeddingCollection
         if isinstance(module, EmbeddingBagCollection):
             fused = isinstance(module, FusedEmbeddingBagCollection)
@@ -258,24 +245,3 @@ class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]
 
     _module_type = FusedEmbeddingCollection
     _sharded_type = ShardedEmbeddingCollection
-
-
-def optimizer_from(fused_params: Mapping[str, Any]) -> Mark:
-    """The optimizer class and keyword arguments that FBGEMM's settings mean; see `BaseEmbeddingSharder`."""
-    given = {"lr" if name == "learning_rate" else name: value for name, value in fused_params.items()}
-    asked = given.pop("optimizer", "SGD")
-    if isinstance(asked, type) and issubclass(asked, torch.optim.Optimizer):
-        mark = (asked, given)
-    else:
-        # FBGEMM's enum, its name or its value
-        name = str(getattr(asked, "name", asked)).upper().removeprefix("EXACT_").replace("ROW_WISE", "ROWWISE")
-        if name not in _OPTIMIZERS:
-            raise ValueError(f"fused_params: optimizer {asked!r} is not served; these are: {', '.join(_OPTIMIZERS)}")
-        kind, reads = _OPTIMIZERS[name]
-        unread = sorted(set(given) - {*reads, *_COMMON})
-        if unread:
-            warnings.warn(f"fused_params: {', '.join(unread)} have no effect with {name}", stacklevel=3)
-        mark = (kind, {name: value for name, value in given.items() if name not in unread})
-    mark[1].setdefault("lr", DEFAULT_OPTIMIZER[1]["lr"])
-    optimizer_spec(*mark, table="(fused_params)")
-    return mark

@@ -44,8 +44,10 @@ from ...planner.layout import (
     TRAINED_SETTINGS,
     Shard,
     TableOptions,
+    bounds_check_name,
     check_settings,
     data_parallel as data_parallel_shards,
+    type_name,
 )
 from ..comms.env import get_local_size
 
@@ -144,7 +146,7 @@ class ParameterSharding:
         if replicated != (self.sharding_spec is None):
             needs = "has no cut: its sharding_spec is None" if replicated else "needs a sharding_spec"
             raise ValueError(f"a {self.sharding_type} table {needs}")
-        options_of(self)
+        TableOptions(self.reduction or "partial", self.row_state or "shard")
         for what, option, types in (
             ("reduction", self.reduction, _CUT_BY_ROWS),
             ("row_state", self.row_state, _CUT_BY_COLUMNS),
@@ -259,12 +261,15 @@ def options_of(sharding: ParameterSharding) -> TableOptions:
     """How the shards that a `ParameterSharding` describes work together.
 
     Raises:
-        ValueError: `reduction` or `row_state` is unknown.
+        ValueError: `reduction`, `row_state`, `output_dtype` or `bounds_check_mode` is unknown.
     """
-    default = TableOptions()
+    default, mode = TableOptions(), sharding.bounds_check_mode
     return TableOptions(
         default.reduction if sharding.reduction is None else sharding.reduction,
         default.row_state if sharding.row_state is None else sharding.row_state,
+        None if sharding.output_dtype is None else type_name(sharding.output_dtype),
+        None if mode is None else bounds_check_name(mode),
+        sharding.stochastic_rounding,
     )
 
 
@@ -276,8 +281,8 @@ def shards_of(name: str, sharding: ParameterSharding, rows: int, dim: int, world
 
     Raises:
         ValueError: a shard's placement names no rank, `ranks` says otherwise than the shards, the kernel is none of
-            `SERVED_KERNELS`, a table that is not replicated asks for the dense one, or the plan sets
-            `bounds_check_mode`, `output_dtype` or `stochastic_rounding=False`, which are said elsewhere.
+            `SERVED_KERNELS`, a table that is not replicated asks for the dense one, or `bounds_check_mode` or
+            `output_dtype` is none that tables which train have.
     """
     _require_served(name, sharding)
     if sharding.sharding_spec is None:
@@ -358,7 +363,7 @@ _OPTIONAL: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "row_state": (str, str),
     "enforce_hbm": (bool, bool),
     "stochastic_rounding": (bool, bool),
-    "output_dtype": (lambda kind: kind.value, DataType),
+    "output_dtype": (type_name, DataType),
     "bounds_check_mode": (lambda mode: mode.name, lambda name: BoundsCheckMode[name]),
 }
 # what has no effect where rows lie in the memory of the device, and is no plain data

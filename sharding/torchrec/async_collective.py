@@ -109,7 +109,8 @@ def exchanged(
         _OneWay(exchange.rows_transpose, sizes, send_sizes, codec_back),
     )
     token: Tensor = _Start.apply(values.reshape(-1), *ways, exchange.world_size)  # type: ignore[no-untyped-call]
-    request = Request(token, ways, after)
+    kind = None if codec is None else codec.output_dtype
+    request = Request(token, ways, after if kind is None else lambda came: after(came).to(kind))
     if _sync_collectives:
         request.wait()
     return request

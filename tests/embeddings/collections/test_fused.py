@@ -239,7 +239,11 @@ def test_no_step_without_gradients() -> None:
 REFUSED = {
     "class": (torch.optim.RMSprop, {}, "table 'a': RMSprop has no fused rule; these do: SGD, Adagrad, Adam, AdamW"),
     "dampening": (torch.optim.SGD, {"dampening": 0.9}, "table 'a': fused SGD does not take dampening=0.9"),
-    "decay": (torch.optim.Adam, {"weight_decay_mode": "COWCLIP"}, "table 'a': unknown weight_decay_mode 'COWCLIP'"),
+    "decay": (
+        torch.optim.Adam,
+        {"weight_decay_mode": "COWCLIP"},
+        "table 'a': weight_decay_mode 'COWCLIP' is served by no rule",
+    ),
     "amsgrad": (torch.optim.Adam, {"amsgrad": True}, "table 'a': fused Adam does not take amsgrad=True"),
     "unknown": (RowWiseAdagrad, {"speed": 3}, "table 'a': fused RowWiseAdagrad does not take speed=3"),
     "lr": (torch.optim.SGD, {"lr": -1.0}, "table 'a': lr must be finite and not negative"),

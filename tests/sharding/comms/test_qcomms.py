@@ -157,8 +157,8 @@ def test_codecs_by_themselves_take_whole_rows_and_say_so() -> None:
         ({"forward_precision": CommType.FP8, "fp8_quantize_dim": 30}, "fp8: values sharing a scale .* of 4, got 30"),
         ({"forward_precision": CommType.MX4, "mx4_quantize_dim": 4}, "mx4: values sharing a scale .* of 8, got 4"),
         ({"forward_precision": "fp16"}, "forward_precision must be a CommType, got 'fp16'"),
-        ({"forward_precision": CommType.FP8, "output_dtype": SparseType.BF16}, "output_dtype: rows arrive as fp32"),
-        ({"forward_precision": CommType.FP8, "fp8_output_dtype": torch.float16}, "fp8_output_dtype: rows arrive as"),
+        ({"forward_precision": CommType.FP8, "output_dtype": "int8"}, "output_dtype: rows become one of FP32, FP16"),
+        ({"forward_precision": CommType.FP8, "fp8_output_dtype": torch.int8}, "output_dtype: rows become one of FP32"),
         ({"forward_precision": CommType.MX4, "mx4_rounding_mode": 1}, "mx4_rounding_mode: mx4 rounds to even"),
         ({"forward_precision": CommType.FP16, "forward_loss_scale": -1.0}, "the loss scale must be positive"),
     ],
@@ -174,6 +174,7 @@ def test_what_is_not_served_is_refused(settings: dict[str, Any], message: str) -
         ({"fp8_quantize_dim": 64}, "fp8_quantize_dim is not used: neither precision is fp8"),
         ({"mx4_quantize_dim_bwd": 64}, "mx4_quantize_dim_bwd is not used: neither precision is mx4"),
         ({"forward_precision": CommType.INT8, "forward_loss_scale": 2.0}, "forward_loss_scale is not used: int8"),
+        ({"forward_precision": CommType.INT8, "output_dtype": SparseType.BF16}, "output_dtype is not used: rows that"),
     ],
 )
 def test_what_has_no_effect_is_said(settings: dict[str, Any], message: str) -> None:
@@ -189,6 +190,23 @@ def test_settings_that_say_what_happens_anyway_are_taken() -> None:
         warnings.simplefilter("error")
         QCommsConfig(CommType.FP8, output_dtype=SparseType.FP32, fp8_output_dtype=torch.float32)
         QCommsConfig(CommType.MX4, mx4_rounding_mode=2)
+
+
+@pytest.mark.parametrize("kind", [CommType.FP8, CommType.MX4])
+@pytest.mark.parametrize("settings", [{"output_dtype": SparseType.BF16}, {"fp8_output_dtype": torch.bfloat16}])
+def test_rows_that_share_scales_become_the_output_dtype(kind: CommType, settings: dict[str, Any]) -> None:
+    codecs = get_qcomm_codecs(QCommsConfig(kind, CommType.BF16, **settings))
+    plain = get_qcomm_codecs(QCommsConfig(kind, CommType.BF16))
+    values = torch.linspace(-3, 3, 64)
+    decoded = codecs.forward.decode(codecs.forward.encode(values))
+    assert decoded.dtype == torch.bfloat16
+    assert torch.equal(decoded, plain.forward.decode(plain.forward.encode(values)).bfloat16())
+    assert codecs.backward.decode(codecs.backward.encode(values)).dtype == torch.float32
+    mixed = {
+        "POOLED_EMBEDDINGS_ALL_TO_ALL": codecs, "POOLED_EMBEDDINGS_REDUCE_SCATTER": plain,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="the rows of all plans travel in one exchange"):
+        codecs_of(mixed)
 
 
 def test_a_registry_is_checked() -> None:

@@ -55,7 +55,7 @@ from shardwise.sharding import (
 )
 from shardwise.sharding.modules import sharders
 from shardwise.sharding.modules.default_sharders import require_sharder, sharder_of
-from shardwise.sharding.modules.sharders import optimizer_from
+from shardwise.sharding.modules.fused_params import optimizer_from
 
 BAGS = [EmbeddingBagConfig(7, 4, "t"), EmbeddingBagConfig(9, 4, "u", feature_names=["f", "g"])]
 SEQUENCES = [EmbeddingConfig(7, 4, "t"), EmbeddingConfig(9, 4, "u")]

@@ -230,9 +230,9 @@ def test_names_of_torchrec_that_we_do_not_serve_can_be_written_and_not_used() ->
 @pytest.mark.parametrize(
     ("setting", "value", "instead"),
     [
-        ("bounds_check_mode", BoundsCheckMode.WARNING, r"give the collection policy=LookupPolicy\(bounds_check=...\)"),
-        ("output_dtype", DataType.FP16, r"give the collection policy=LookupPolicy\(output_dtype=...\)"),
-        ("stochastic_rounding", False, "give the table's optimizer stochastic_rounding=False"),
+        ("bounds_check_mode", "sometimes", "give the BoundsCheckMode FATAL, WARNING or IGNORE"),
+        ("output_dtype", DataType.INT8, "give the DataType FP32, FP16 or BF16"),
+        ("stochastic_rounding", "no", "give the value True or False"),
     ],
 )
 def test_a_setting_that_a_plan_does_not_make_is_refused_where_shards_are_made(
