@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.embeddings.tables.grouped import places_of
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged._segments import Beside
 from shardwise.kernels import (
@@ -170,9 +171,8 @@ class Sending:
     """
 
     def __init__(self, routes: Routes, keys: Sequence[str], update: bool, device: torch.device) -> None:
-        self.place = place = {key: number for number, key in enumerate(keys)}
-        if missing := [name for name in dict.fromkeys(routes.features) if name not in place]:
-            raise KeyError(f"features {missing} are not in the batch, which has {list(keys)}")
+        self.place = {key: number for number, key in enumerate(keys)}
+        self._place_of_lookup = places_of(keys, routes.features)
         streams = [serving.streams_for(update) for serving in routes.serving]
         # [W + 1] where the streams of each rank begin, and where those end whose results come back
         self.first_stream = list(accumulate(map(len, streams), initial=0))
@@ -185,7 +185,7 @@ class Sending:
         cut = [cut.lookup for cut in routes.cuts]
         replicated = [[slot.lookup for slot in group.slots] for group in (*routes.replicas, *routes.dense)]
         picked = [*whole, *cut, *(n for lookups in replicated for n in lookups)]
-        self.picks = [place[routes.lookups[n][0]] for n in picked]
+        self.picks = [self._place_of_lookup[n] for n in picked]
         self.picked = _order_of(self.picks, len(keys), device)
         self.whole, self.replicated = len(whole), [len(lookups) for lookups in replicated]
         self.cuts = None if not cut else Cutting(routes, routes.cuts, device)
@@ -218,16 +218,16 @@ class Sending:
     def _find_checks(self, routes: Routes, keys: Sequence[str], device: torch.device) -> None:
         """What the ids of each key are checked against: the smallest of the tables that they are looked up in."""
         rows = [(table.id_range or ANY) if table.mapped else table.rows for table in routes.tables]
-        smallest: dict[str, tuple[int, int]] = {}
-        for feature, table in routes.lookups:
-            smallest[feature] = min(smallest.get(feature, (ANY, table)), (rows[table], table))
+        smallest: dict[int, tuple[int, int]] = {}
+        for key, (_, table) in zip(self._place_of_lookup, routes.lookups, strict=True):
+            smallest[key] = min(smallest.get(key, (ANY, table)), (rows[table], table))
         # other keys may hold anything
-        self.used = [number for number, key in enumerate(keys) if key in smallest]
+        self.used = sorted(smallest)
         self.all_used = len(self.used) == len(keys)
-        self.rows = [smallest[keys[k]][0] for k in self.used]
+        self.rows = [smallest[k][0] for k in self.used]
         spec = [Feature(0, rows_of, 1, 0) for rows_of in self.rows]
         self.checked = pack_features(spec, device)
-        names = [(keys[k], routes.tables[smallest[keys[k]][1]].name) for k in self.used]
+        names = [(keys[k], routes.tables[smallest[k][1]].name) for k in self.used]
         self.checked_names = [f"feature {feature!r} (table {table!r})" for feature, table in names]
 
     def _find_division_of_keys(self, routes: Routes, keys: int, sent: Sequence[Stream], device: torch.device) -> None:
