@@ -171,7 +171,7 @@ class ShardedCollection(StagedModule[Step]):
         self._policy = module._policy
         # whether a gradient that is not finite is looked for
         self.checks_gradients = self._policy.gradient_check is not GradientCheckMode.IGNORE
-        self._names_by_table = module._names_by_table
+        self._names_by_table, self._configs = module._names_by_table, module._configs
         self._env, self._exchange = env, Exchange(env.require_group())
         # TorchRec's default: with DDP's mean over ranks, tables and dense layers then see the same loss. False of one
         # collection, or of all by comm_ops.set_gradient_division, leaves sums over ranks

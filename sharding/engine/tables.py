@@ -48,7 +48,7 @@ def tables_of(
     """Tables and the optimizer marks they will carry; a frozen table has none, a cut one always has one otherwise."""
     replicated = {shard.table for shard in shards if shard.replica}
     tables, marks = [], []
-    for config, param in zip(module._configs, module._table_parameters(), strict=True):
+    for config, param in zip(module._configs, module._own_parameters(), strict=True):
         default = None if config.name in replicated else default_optimizer
         mark = (optimizer_of(param) or default) if param.requires_grad else None
         tables.append(
@@ -153,7 +153,7 @@ class LocalTables:
         """
         given = {
             config.name: (config, weight)
-            for config, weight in zip(module._configs, module._table_parameters(), strict=True)
+            for config, weight in zip(module._configs, module._own_parameters(), strict=True)
         }
         self.parameters = {name: nn.Parameter(self._empty, weight.requires_grad) for name, (_, weight) in given.items()}
         for shard, group, number in self.homes:
