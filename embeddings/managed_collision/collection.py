@@ -158,5 +158,7 @@ def change_ids(
         lengths,
         stride=None if variable else picked.stride(),
         stride_per_key_per_rank=picked.stride_per_key_per_rank() if variable else None,
+        # on meta nobody can read them again
+        length_per_key=picked.length_per_key() if values.is_meta else None,
         inverse_indices=picked.inverse_indices_or_none(),
     )
