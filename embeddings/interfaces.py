@@ -1,4 +1,7 @@
-"""Interfaces of pooled and sequence collections, whoever makes them: what their callers may rely on."""
+"""Interfaces of pooled and sequence collections, whoever makes them: what their callers may rely on.
+
+Large programs read attributes of TorchRec's that begin with an underscore: those are properties here, read-only.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,17 @@ class PooledTables(EmbeddingBagCollectionInterface):
 
     _configs: list[EmbeddingBagConfig]
     _is_weighted: bool
+    _embedding_dims: list[int]
+
+    @property
+    def _embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """`embedding_bag_configs()`, by the name of TorchRec's attribute."""
+        return self._configs
+
+    @property
+    def _lengths_per_embedding(self) -> list[int]:
+        """The columns of each output key."""
+        return self._embedding_dims
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The configs of the tables, in their order; a quantized collection's have quantized data types."""
@@ -73,6 +87,16 @@ class SequenceTables(EmbeddingCollectionInterface):
     _need_indices: bool
     _embedding_dim: int
     _names_by_table: list[list[str]]
+
+    @property
+    def _embedding_configs(self) -> list[EmbeddingConfig]:
+        """`embedding_configs()`, by the name of TorchRec's attribute."""
+        return self._configs
+
+    @property
+    def _embedding_names_by_table(self) -> list[list[str]]:
+        """`embedding_names_by_table()`, by the name of TorchRec's attribute."""
+        return self._names_by_table
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The configs of the tables, in their order; a quantized collection's have quantized data types."""

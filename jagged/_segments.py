@@ -110,12 +110,18 @@ def read_length_per_key(
 ) -> list[int]:
     """Number of values of each key, from offsets if there are any. One host sync, none if there are no bags.
 
+    Of a batch on meta, which has no numbers, every key has as many, and the first one what is left over.
+
     Raises ValueError, with numbers and the key, unless each is >= 0 and they add up to `num_values` (with `padded`, to
     less). What is wrong within a key only `check_bags_in_full` sees.
     """
     if torch.compiler.is_compiling():
         return _traced_length_per_key(strides, lengths, offsets, num_values, padded)
     known = lengths if offsets is None else offsets
+    if known is not None and known.is_meta:
+        # nothing can be read; TorchRec shares them out like this
+        share, rest = divmod(num_values, max(len(strides.keys.names), 1))
+        return [share + (rest if number == 0 else 0) for number in range(len(strides.keys.names))]
     if known is not None and known.is_cuda and capturing():
         raise RuntimeError(
             "the number of values of each key is read on the host, which must not be while a CUDA graph is captured: a"
@@ -204,7 +210,7 @@ def check_bags_in_full(
 
     With `padded` they may end before. Lengths and offsets, where both are given, must agree.
     """
-    if strides.bags == 0:
+    if strides.bags == 0 or (lengths if offsets is None else offsets).is_meta:  # type: ignore[union-attr]
         return
     if offsets is None:
         assert lengths is not None

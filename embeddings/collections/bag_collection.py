@@ -83,7 +83,6 @@ class EmbeddingBagCollection(TableCollection, PooledTables):
         super().__init__(tables, device, policy)
         self._is_weighted = is_weighted
         self._embedding_names = [name for names in self._names_by_table for name in names]
-        self._feature_names = [feature for config in self._configs for feature in config.feature_names]
         self._embedding_dims = [
             config.embedding_dim
             for config, names in zip(self._configs, self._names_by_table, strict=True)
@@ -104,7 +103,7 @@ class EmbeddingBagCollection(TableCollection, PooledTables):
         who = type(self).__name__
         require_features(features, who, self._is_weighted)
         require_full_batch(features, who)
-        inverse = inverse_or_none(features, self._feature_names)
+        inverse = inverse_or_none(features, self._all_features)
         pooled = self._lookup(pad_strides(features), self._pooled)
         if pooled:
             values = columns_in_table_order(pooled, self._columns)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -28,17 +27,33 @@ from ..config import (
 from ..optim.fused_optimizer import FusedOptimizer
 from ..optim.optimizers import mark_optimizer, optimizer_of, optimizer_spec
 from ..policy import DEFAULT_POLICY, LookupPolicy
-from ..tables.grouped import Found, look_up_groups, plan_columns
+from ..tables.grouped import Found, SharedFeatures, look_up_groups, plan_columns, shared_features
 from ..tables.row_sums import Accumulation
 from ..tables.table_group import TableGroup
 from ..tables.table_layout import LookupFeature, OptimizerSpec, TableShape
 from ..tables.table_module import TableModule
+from .parameters import (
+    adopt,
+    carry_marks,
+    given_group,
+    loose_tables,
+    memory,
+    move_tables,
+    replace,
+    require_one_dtype,
+    require_shapes,
+    take_back,
+    take_memory_back,
+)
 
 
 class TableCollection(TableModule):
     """Tables of a collection, grouped by dtype and optimizer; the base of the pooled and the sequence collection."""
 
     _config_type: type[BaseEmbeddingConfig] = BaseEmbeddingConfig
+    # tables whose weight is no view of their group's buffer
+    _loose: tuple[int, ...] = ()
+    _shared_features: SharedFeatures | None = None
 
     def __init__(
         self,
@@ -51,6 +66,7 @@ class TableCollection(TableModule):
             raise TypeError(f"policy must be a LookupPolicy, got {policy!r}")
         self._configs = named_tables(list(tables), type(self).__name__, self._config_type)
         self._names_by_table = embedding_names_by_table(self._configs)
+        self._all_features = [feature for config in self._configs for feature in config.feature_names]
         self._policy = policy
         self._marks: list[tuple[type[torch.optim.Optimizer], dict[str, Any]] | None] = [None] * len(tables)
         self._trained = [True] * len(tables)
@@ -65,6 +81,7 @@ class TableCollection(TableModule):
             torch.get_default_device() if device is None else torch.device(device),
         )
         self._make_children()
+        self.register_load_state_dict_pre_hook(_settle_before_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_take_back_replaced)  # type: ignore[no-untyped-call]
         self._settle()
         self.reset_parameters()
@@ -72,7 +89,17 @@ class TableCollection(TableModule):
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
-        return self._groups[0].flat.device if self._groups else torch.device("cpu")
+        return self._table_parameters()[0].device if self._groups else torch.device("cpu")
+
+    @property
+    def _device(self) -> torch.device:
+        """`device`, by the name of TorchRec's attribute."""
+        return self.device
+
+    @property
+    def _feature_names(self) -> list[list[str]]:
+        """The features of each table, by the name of TorchRec's attribute."""
+        return [config.feature_names for config in self._configs]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -109,13 +136,15 @@ class TableCollection(TableModule):
         """Pick, check and look up the features of each group, of a batch of one batch size."""
         if not torch.compiler.is_compiling():
             self._settle()
+            if self._loose:
+                return look_up_groups(self._given_groups(), features, look_up, self._shared_features)
         elif self._seen != self._facts(self._table_parameters()):
             # a graph cannot regroup tables, and traced as they are they would be trained by the slow dense path
             raise RuntimeError(
                 f"{type(self).__name__}: an optimizer was applied or a table frozen since the last lookup;"
                 " call fused_optimizer() or look one batch up before torch.compile traces the collection"
             )
-        return look_up_groups(self._groups, features, look_up)
+        return look_up_groups(self._groups, features, look_up, self._shared_features)
 
     def _group(self, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         """Make the groups; tables of one dtype and optimizer share one, in the order of their configs.
@@ -148,6 +177,7 @@ class TableCollection(TableModule):
                 TableGroup(shapes, lookups, dtype=dtype, device=device, optimizer=spec, policy=self._policy)
             )
         self._columns = plan_columns(self._groups, self._members, self._names_by_table)
+        self._shared_features = shared_features(self._members, [config.feature_names for config in self._configs])
         self._share_guard()
 
     def _share_guard(self) -> None:
@@ -191,14 +221,19 @@ class TableCollection(TableModule):
         for group, tables in self._grouped():
             group.parameters = [params[t] for t in tables]
 
-    def _settle(self) -> None:
-        """Follow what was done to the parameters since the last lookup: optimizers, freezing, other memory.
+    def _settle(self, *, partly_on_meta: bool = False) -> None:
+        """Follow what was done to the parameters since the last lookup: optimizers, freezing, other memory, others.
+
+        Args:
+            partly_on_meta: some tables may have memory and others not; those wait.
 
         Raises:
-            ValueError: a parameter was replaced, or its data has another shape; names the table.
+            ValueError: a weight has another shape, or is where the other tables are not; names the table.
         """
         params = self._table_parameters()
-        if self._seen_memory == _memory(params) and self._seen == self._facts(params):
+        if self._seen_memory == memory(params) and self._seen == self._facts(params):
+            return
+        if partly_on_meta and len({param.is_meta for param in params}) > 1:
             return
         # never traced by torch.compile, which loses `param.data = ...`; not imported just for this
         dynamo: Any = sys.modules.get("torch._dynamo")
@@ -216,27 +251,60 @@ class TableCollection(TableModule):
 
     @torch.no_grad()
     def _follow(self, params: Sequence[nn.Parameter]) -> None:
-        for t, (group, number) in self._homes().items():
-            self._take_back_memory(t, group, number, params[t])
-        if any(self._is_to_be_fused(t, param) for t, param in enumerate(params)):
-            self._regroup(params)
+        self._loose = loose_tables(params, [config.name for config in self._configs])
+        own, regroups = self._own(params), False
+        for group, tables in self._grouped():
+            members = {n: own[t] for n, t in enumerate(tables)}
+            require_shapes(group, members)
+            given = {n: param for n, param in members.items() if param is not group.parameters[n]}
+            for n, param in members.items():
+                if n not in given:
+                    take_memory_back(param, group.view(n))
+            carry_marks(group, given)
+            if given and require_one_dtype(group, members):
+                adopt(group, given)
+            elif given:
+                regroups = True
+        if regroups or any(self._is_to_be_fused(t, param) for t, param in enumerate(own)):
+            self._regroup(own)
+        self._share_guard()
         self._seen = self._facts(params)
-        self._seen_memory = _memory(params)
+        self._seen_memory = memory(params)
+        if self._fused_optimizer is not None:
+            self._fused_optimizer._follow()
 
-    def _take_back_memory(self, t: int, group: TableGroup, number: int, param: nn.Parameter) -> None:
-        """Copy into the flat buffer what `param.data = ...` put elsewhere."""
-        name, view = self._configs[t].name, group.view(number)
-        if param is not group.parameters[number]:
+    def _own(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """What are views of the groups: of loose tables that which was there before."""
+        own = list(params)
+        homes = self._homes() if self._loose else {}
+        for t in self._loose:
+            group, number = homes[t]
+            own[t] = group.parameters[number]
+        return own
+
+    def _own_parameters(self) -> list[nn.Parameter]:
+        """The tables' parameters, settled.
+
+        Raises:
+            ValueError: a weight is no parameter of its own; names the tables.
+        """
+        self._settle()
+        if self._loose:
+            names = [self._configs[t].name for t in self._loose]
             raise ValueError(
-                f"table {name!r}: its weight is another tensor than the collection's own parameter; copy the values in"
-                " with load_state_dict or weight.data.copy_ instead of replacing it, as fully_shard does: tables are"
-                " sharded by DistributedModelParallel"
+                f"tables {names}: their weight is no parameter of their own (a tensor in its place, one that tables"
+                " share, or what a parametrization computes), which is looked up but not copied, pickled or sharded:"
+                " give each table an nn.Parameter"
             )
-        if param.shape != view.shape:
-            raise ValueError(f"table {name!r}: its weight must be {list(view.shape)}, got {list(param.shape)}")
-        if not view.is_meta and _address(param) != _address(view):
-            view.copy_(param.detach())
-            param.data = view
+        return self._table_parameters()
+
+    def _given_groups(self) -> list[TableGroup]:
+        """The groups, those of loose tables over the weights of this lookup."""
+        params, loose = self._table_parameters(), set(self._loose)
+        return [
+            given_group(group, [params[t] for t in tables]) if loose.intersection(tables) else group
+            for group, tables in self._grouped()
+        ]
 
     def _is_to_be_fused(self, t: int, param: nn.Parameter) -> bool:
         if self._marks[t] is None:
@@ -245,14 +313,15 @@ class TableCollection(TableModule):
         return param.requires_grad and self._homes()[t][0].optimizer is None
 
     def _regroup(self, params: Sequence[nn.Parameter]) -> None:
-        """Group anew once optimizers were applied; parameters stay the same objects, states with their tables.
+        """Group anew once optimizers were applied or dtypes differ; states stay with their tables.
 
         Raises:
             RuntimeError: gradients of the tables wait for a step.
             ValueError: a DistributedDataParallel averages gradients of the tables.
         """
-        if is_replicated(self):
-            raise refuse_replicas_of(next(self._configs[t].name for t, p in enumerate(params) if optimizer_of(p)))
+        fused = [config.name for config, param in zip(self._configs, params, strict=True) if optimizer_of(param)]
+        if fused and is_replicated(self):
+            raise refuse_replicas_of(fused[0])
         self._marks = [optimizer_of(param) for param in params]
         self._trained = [param.requires_grad for param in params]
         before = self._homes()
@@ -261,11 +330,14 @@ class TableCollection(TableModule):
                 f"{type(self).__name__}: gradients wait for a step: call step() or zero_grad() of fused_optimizer()"
                 " before an optimizer is applied to more tables"
             )
-        self._group([param.dtype for param in params], self.device)
+        self._group([param.dtype for param in params], params[0].device)
         for group, tables in self._grouped():
             for number, t in enumerate(tables):
+                source, place = before[t]
                 if not group.flat.is_meta:
-                    group.copy_from(number, *before[t])
+                    group.copy_from(number, source, place)
+                if params[t] is not source.parameters[place]:
+                    replace(source, place, params[t], group.view(number))
                 params[t].data = group.view(number)
             group.parameters = [params[t] for t in tables]
 
@@ -280,7 +352,11 @@ class TableCollection(TableModule):
         # every forward asks: not by `_children`, a call more
         children = self._modules[self._children_name]
         assert isinstance(children, nn.ModuleDict)
-        return [child._parameters["weight"] for child in children.values()]  # type: ignore[misc]
+        try:
+            return [child._parameters["weight"] for child in children.values()]  # type: ignore[misc]
+        except KeyError:
+            # a parametrization computes it
+            return [cast(nn.Parameter, child.weight) for child in children.values()]
 
     def _is_averaged(self, config: BaseEmbeddingConfig) -> bool:
         return False
@@ -302,86 +378,29 @@ class TableCollection(TableModule):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
+        trained = [param.requires_grad for param in self._own_parameters()]
         # the parameters are views: kept, each of them would carry its group's whole buffer into the copy
         modules = {**self._modules, self._children_name: None}
-        trained = [param.requires_grad for param in self._table_parameters()]
         return {**self.__dict__, "_modules": modules, "_trained": trained, "_fused_optimizer": None, "_seen_memory": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._all_features = [feature for config in self._configs for feature in config.feature_names]
         self._make_children()
         for param, requires_grad in zip(self._table_parameters(), self._trained, strict=True):
             param.requires_grad_(requires_grad)
         self._settle()
 
 
-_data_ptr = Tensor.data_ptr
-
-
-def _memory(params: Sequence[nn.Parameter]) -> list[int]:
-    """Which object each is, then where the memory of each is; 0 for those that have none (meta, fake)."""
-    if set(map(type, params)) == {nn.Parameter}:
-        return [*map(id, params), *map(_data_ptr, params)]
-    return [*map(id, params), *(param.data_ptr() if type(param) is nn.Parameter else 0 for param in params)]
-
-
-def _address(tensor: Tensor) -> int:
-    """Where a tensor's memory is; 0 for tensors that have none (meta, fake)."""
-    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta else 0
+def _settle_before_load(module: nn.Module, *_: Any) -> None:
+    """Before `load_state_dict`: parameters that took the place of the collection's own are its own by now."""
+    assert isinstance(module, TableCollection)
+    module._settle(partly_on_meta=True)
 
 
 @torch.no_grad()
 def _take_back_replaced(module: nn.Module, _: Any) -> None:
-    """After `load_state_dict(assign=True)`: the collection's own parameters return, with the values of the new ones."""
-    assert isinstance(module, TableCollection)
-    children = module._children()
-    for group in module._groups:
-        weights = [children[table.name]._parameters["weight"] for table in group.tables]
-        given = {n: new for n, new in enumerate(weights) if new is not None and new is not group.parameters[n]}
-        for n in given:
-            children[group.tables[n].name]._parameters["weight"] = group.parameters[n]
-        if not given:
-            continue
-        device = next(iter(given.values())).device
-        if group.flat.is_meta and device.type != "meta":
-            missing = [table.name for n, table in enumerate(group.tables) if n not in given]
-            if missing:
-                raise ValueError(f"tables {missing} would stay on meta: load them too, or call to_empty first")
-            move_tables([group], children, partial(torch.empty_like, device=device))
-        for n, values in given.items():
-            view, param = group.view(n), group.parameters[n]
-            view.copy_(values)
-            if _address(param) != _address(view):
-                # what `param.data = ...` put elsewhere is older
-                param.data = view
-
-
-def move_tables(groups: Sequence[TableGroup], children: nn.ModuleDict, fn: Callable[[Tensor], Tensor]) -> None:
-    """`nn.Module._apply` for tables: each parameter on its own would be torn out of its group's buffer.
-
-    `children[table]` holds the parameter of each table. Across meta and a real device parameters become new objects.
-    """
-    for group in groups:
-        group.move(fn)
-        group.parameters = [
-            _move_parameter(children[table.name], group.view(number), fn) for number, table in enumerate(group.tables)
-        ]
-
-
-def _move_parameter(child: nn.Module, view: Tensor, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
-    old = child._parameters["weight"]
-    assert old is not None
-    grad = None if old.grad is None else fn(old.grad)
-    param = old
-    if old.is_meta == view.is_meta:
-        old.data = view
-    else:
-        param = nn.Parameter(view, requires_grad=old.requires_grad)
-        vars(param).update(vars(old))
-        child._parameters["weight"] = param
-    param.grad = grad
-    return param
+    take_back(module)
 
 
 def require_batch(features: object, who: str, weighted: bool) -> None:

@@ -24,6 +24,16 @@ class _Fused(TableCollection):
         apply_optimizer_in_backward(optimizer_type, self.parameters(), optimizer_kwargs)
         self._settle()
 
+    @property
+    def _optimizer_type(self) -> type[torch.optim.Optimizer]:
+        """`optimizer_type()`, by the name of TorchRec's attribute."""
+        return self._optimizer[0]
+
+    @property
+    def _optimizer_kwargs(self) -> dict[str, Any]:
+        """`optimizer_kwargs()`, by the name of TorchRec's attribute."""
+        return self._optimizer[1]
+
     def optimizer_type(self) -> type[torch.optim.Optimizer]:
         """The optimizer's class."""
         return self._optimizer[0]
@@ -131,6 +141,7 @@ def _fused_twin(
 ) -> nn.Module:
     if isinstance(model, _Fused):
         return model
+    model._settle()
     for config, param in zip(model._configs, model._table_parameters(), strict=True):
         if optimizer_of(param) is not None:
             raise ValueError(f"table {config.name!r} already has an optimizer in the backward: a table takes one")

@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.jagged import KeyedJaggedTensor
+from shardwise.untrusted import repeated
 
 from .collection import ManagedCollisionCollection
 
@@ -74,3 +75,9 @@ def require_tables_of_maps(
     )
     if own != theirs:
         raise ValueError(f"{who} has tables {own}, the managed collision collection {theirs}")
+    shared = sorted(repeated(maps._feature_names))
+    if shared and list(own) != list(theirs):
+        raise ValueError(
+            f"{who} has tables {list(own)}, the managed collision collection {list(theirs)}: give both one order, in"
+            f" which the slots of {shared} come, which several tables share"
+        )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.embeddings.tables.grouped import pick_features
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
-from shardwise.untrusted import repeated
+from shardwise.jagged.keyed_jagged_tensor import like
 
 from .modules import ManagedCollisionModule
 
@@ -26,14 +26,16 @@ def apply_mc_method_to_jt_dict(
 class ManagedCollisionCollection(nn.Module):
     """A managed collision module for every table; the ids of all features of a table are mapped together.
 
+    A feature of several tables has slots of its own in each: it comes out once for each of them, in their order, as a
+    KeyedJaggedTensor that has its key so often.
+
     Args:
         managed_collision_modules: by table.
         embedding_configs: those of the collection that looks the slots up.
         need_preprocess: False where ids come preprocessed: a sharded collection then sends them as they are.
 
     Raises:
-        ValueError: a table has no module, a module no table, a module has more or fewer slots than its table rows, or
-            two tables share a feature, whose ids would need slots of both.
+        ValueError: a table has no module, a module no table, or a module has more or fewer slots than its table rows.
     """
 
     _managed_collision_modules: nn.ModuleDict
@@ -63,13 +65,28 @@ class ManagedCollisionCollection(nn.Module):
                     " rows: give both one size"
                 )
         self._feature_names = [name for config in embedding_configs for name in config.feature_names]
-        shared = sorted(repeated(self._feature_names))
-        if shared:
-            raise ValueError(
-                f"features {shared} are looked up in several tables, which have slots of their own for their ids: give"
-                " each table a feature of its own"
-            )
         self._managed_collision_modules = nn.ModuleDict(managed_collision_modules)
+
+    # what programs read of TorchRec's collection
+    @property
+    def _feature_to_table(self) -> dict[str, str]:
+        """The table of each feature; of one of several tables the last."""
+        return {name: config.name for config in self._embedding_configs for name in config.feature_names}
+
+    @property
+    def _table_to_features(self) -> dict[str, list[str]]:
+        """The features of each table."""
+        return {config.name: config.feature_names for config in self._embedding_configs}
+
+    @property
+    def _table_feature_splits(self) -> list[int]:
+        """How many features each table has."""
+        return [len(config.feature_names) for config in self._embedding_configs]
+
+    @property
+    def _table_name_to_config(self) -> dict[str, BaseEmbeddingConfig]:
+        """The config of each table."""
+        return {config.name: config for config in self._embedding_configs}
 
     def embedding_configs(self) -> Sequence[BaseEmbeddingConfig]:
         """As given."""
@@ -127,12 +144,21 @@ def change_ids(
         for config, piece in zip(configs, pieces, strict=True)
     ]
     variable = picked.variable_stride_per_key()
+    values, lengths = (torch.cat([getattr(ids, part)() for ids in changed]) for part in ("values", "lengths"))
+    if len(set(picked.keys())) < len(picked.keys()):
+        # a feature of several tables: no batch of a user's has a key twice
+        return like(
+            picked, picked._strides, values, picked.weights_or_none(), lengths, None, False,
+            picked.inverse_indices_or_none(),
+        )  # fmt: skip
     return KeyedJaggedTensor(
         picked.keys(),
-        torch.cat([ids.values() for ids in changed]),
+        values,
         picked.weights_or_none(),
-        torch.cat([ids.lengths() for ids in changed]),
+        lengths,
         stride=None if variable else picked.stride(),
         stride_per_key_per_rank=picked.stride_per_key_per_rank() if variable else None,
+        # on meta nobody can read them again
+        length_per_key=picked.length_per_key() if values.is_meta else None,
         inverse_indices=picked.inverse_indices_or_none(),
     )

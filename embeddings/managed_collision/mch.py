@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,8 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
     _mch_remapped_ids_mapping: Tensor
     _current_iter_tensor: Tensor
     _output_segments_tensor: Tensor
+    # slots that got an id since `evict` was asked last
+    _given_up: Tensor | None = None
 
     def __init__(
         self,
@@ -77,14 +80,41 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         self._segments, self._buckets = borders, buckets
         self._eviction_policy, self._eviction_interval = eviction_policy, eviction_interval
         self._input_hash_size, self._input_hash_func = input_hash_size, input_hash_func
-        slots = torch.arange(zch_size, dtype=torch.int64, device=self._device) + output_global_offset
+        slots = self._all_slots(self._device)
         self.register_buffer("_mch_sorted_raw_ids", torch.full_like(slots, _FREE))
         self.register_buffer("_mch_remapped_ids_mapping", slots)
         for info in eviction_policy.metadata_info:
             if info.is_mch_metadata:
                 self.register_buffer(f"_mch_{info.metadata_name}", torch.zeros_like(slots))
-        self._evicted: Tensor | None = None
+        self._given_up = None
+        # the buffers have memory, and nobody filled it yet
+        self._is_empty = self._device.type == "meta"
         self._begin()
+
+    def _all_slots(self, device: torch.device) -> Tensor:
+        return torch.arange(self._zch_size, dtype=torch.int64, device=device) + self._first_slot
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Forget all ids, as at the start."""
+        self._mch_sorted_raw_ids.fill_(_FREE)
+        if not self._mch_sorted_raw_ids.is_meta:
+            self._mch_remapped_ids_mapping.copy_(self._all_slots(self._mch_sorted_raw_ids.device))
+            self._output_segments_tensor.copy_(padded_borders(self._segments, self._output_segments_tensor.device))
+            self._is_empty = False
+        for numbers in (self._current_iter_tensor, *self._metadata().values()):
+            numbers.zero_()
+        self._given_up = None
+        self._begin()
+
+    def _fill(self) -> None:
+        """Begin where a module that was made on meta has memory by now: it had no values that could have come along."""
+        if self._is_empty and not self._mch_sorted_raw_ids.is_meta:
+            self.reset_parameters()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self._fill()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _begin(self) -> None:
         """Forget what belongs to the interval under way."""
@@ -95,6 +125,62 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         # batches seen, on the host: None until the state says
         self._iteration: int | None = None
         self._last_eviction = 0
+
+    # what programs read of TorchRec's module beside the buffers
+    @property
+    def _output_global_offset(self) -> int:
+        """The first slot."""
+        return self._first_slot
+
+    @property
+    def _mch_metadata(self) -> dict[str, Tensor]:
+        """The policy's numbers of each entry by name, [Z], live."""
+        return self._metadata()
+
+    @property
+    def _mch_slots(self) -> Tensor:
+        """How many slots ids may have, [1]: Z - 1."""
+        return torch.full((1,), self._zch_size - 1, dtype=torch.int64, device=self.device)
+
+    @property
+    def _delimiter(self) -> Tensor:
+        """What stands for the id of a free slot, [1]: 2^63 - 1."""
+        return torch.full((1,), _FREE, dtype=torch.int64, device=self.device)
+
+    @property
+    def _current_iter(self) -> int:
+        """Batches that were profiled; -1 before the first one since the module was made or loaded."""
+        return -1 if self._iteration is None else self._iteration
+
+    @property
+    def _last_eviction_iter(self) -> int:
+        """The batch that ended the last interval; -1 where `_current_iter` is."""
+        return -1 if self._iteration is None else self._last_eviction
+
+    @property
+    def _evicted(self) -> bool:
+        """Whether slots got ids since `evict` was asked last."""
+        return self._given_up is not None
+
+    @property
+    def _evicted_emb_indices(self) -> Tensor:
+        """Those slots, [n]; what `evict` will return."""
+        return self._mch_remapped_ids_mapping[:0] if self._given_up is None else self._given_up
+
+    @property
+    def _history_accumulator(self) -> Tensor:
+        """The ids noted since the last interval ended, [N], a copy."""
+        return torch.cat([self._mch_sorted_raw_ids[:0], *self._history])
+
+    @property
+    def _current_history_buffer_offset(self) -> int:
+        """How many these are."""
+        return sum(ids.shape[0] for ids in self._history)
+
+    @property
+    def _init_output_segments_tensor(self) -> Tensor:
+        """The borders of row shards that the module was made with, as `_output_segments_tensor` has them."""
+        return padded_borders(self._segments, self.device)
 
     def _metadata(self) -> dict[str, Tensor]:
         """The policy's numbers of each entry, live."""
@@ -122,7 +208,8 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
     @torch.no_grad()
     def profile(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         """Note a batch's ids, and give slots at the end of an interval; nothing unless training."""
-        if not self.training:
+        self._fill()
+        if not self.training or self._mch_sorted_raw_ids.is_meta:
             return features
         if self._iteration is None:
             self._iteration = self._last_eviction = self.batches_seen()
@@ -167,7 +254,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         self._mch_sorted_raw_ids[given_up] = ids[~known][taken]
         slots = self._mch_remapped_ids_mapping[given_up]
         # of several intervals that nobody asked about each slot once
-        self._evicted = slots if self._evicted is None else torch.unique(torch.cat([self._evicted, slots]))
+        self._given_up = slots if self._given_up is None else torch.unique(torch.cat([self._given_up, slots]))
         self._sort()
 
     def _sort(self) -> None:
@@ -184,6 +271,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True, write_weights: Tensor | None = None
     ) -> dict[str, JaggedTensor]:
         """Slots in the place of ids; the last slot for those that have none."""
+        self._fill()
         return {name: _with_values(feature, self._slots(feature.values())) for name, feature in features.items()}
 
     def _slots(self, values: Tensor) -> Tensor:
@@ -195,7 +283,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
 
     def evict(self) -> Tensor | None:
         """Slots [n] that got an id, be it their first, since this was asked last; None where no interval ended."""
-        slots, self._evicted = self._evicted, None
+        slots, self._given_up = self._given_up, None
         return slots
 
     def output_size(self) -> int:
@@ -212,6 +300,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
 
     def open_slots(self) -> Tensor:
         """How many slots no id has yet, [1]; the last one, which none gets, is not counted."""
+        self._fill()
         free = torch.full((1,), _FREE, dtype=torch.int64, device=self._mch_sorted_raw_ids.device)
         return self._zch_size - 1 - torch.searchsorted(self._mch_sorted_raw_ids, free)
 
@@ -231,7 +320,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
                 f" loaded, whose borders are {borders}: ids and slots were divided otherwise there"
             )
         self._output_segments_tensor.copy_(padded_borders(self._segments, self._output_segments_tensor.device))
-        self._evicted = None
+        self._given_up, self._is_empty = None, False
         self._begin()
         self._sort()
 

@@ -8,6 +8,7 @@ DTensor of several pieces per rank holds). Nothing here talks to another rank: a
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -21,8 +22,12 @@ from torch import Tensor, nn
 class KeyedOptimizer(torch.optim.Optimizer):
     """An optimizer over named parameters; `state_dict` is keyed by those names instead of by numbers.
 
+    Groups are dicts whose "params" may be in any spelling that torch.optim takes: tensors in a list or a tuple, or one
+    after another, pairs (name, tensor), or one tensor.
+
     Raises:
         ValueError: `state` has a key that is none of the parameters.
+        TypeError: a group is no dict with "params".
     """
 
     params: Mapping[str, Tensor]
@@ -41,7 +46,10 @@ class KeyedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"optimizer state is kept per parameter; these keys are none of the parameters: {strange}")
         self.params = params
         self.defaults = {}
-        self.__setstate__({"state": state, "param_groups": list(param_groups)})
+        groups = list(param_groups)
+        for group in groups:
+            _spell_out(group)
+        self.__setstate__({"state": state, "param_groups": groups})
 
     def state_dict(self) -> dict[str, Any]:
         """`{"state": {name: {state name: value}}, "param_groups": [...]}`; tensors are the live ones.
@@ -181,9 +189,12 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             self.state, self.param_groups = inner.state, inner.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters."""
+        """Drop the gradients of all parameters as the wrapped optimizer does by default, whatever `set_to_none` says.
+
+        So TorchRec does it, through every optimizer around this one.
+        """
         if self._optimizer is not None:
-            self._optimizer.zero_grad(set_to_none)
+            self._optimizer.zero_grad()
 
     def step(self, closure: Any = None) -> Any:
         """One step of the wrapped optimizer."""
@@ -442,6 +453,19 @@ def in_backward_optimizer_filter(
     for name, param in named_parameters:
         if ("_in_backward_optimizers" in param.__dict__) == include:
             yield name, param
+
+
+def _spell_out(group: Any) -> None:
+    """Have a group's parameters in a list, in place."""
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise TypeError(f"a parameter group is a dict with 'params', got {type(group).__name__}: {{'params': [...]}}")
+    params = group["params"]
+    every = [params] if isinstance(params, Tensor) else list(params)
+    tensors = [param[1] if isinstance(param, tuple) and len(param) == 2 else param for param in every]
+    is_list = type(params) is list and not any(map(operator.is_not, tensors, params))
+    # a mapping that is not written to stays as it is
+    if not is_list and isinstance(group, dict):
+        group["params"] = tensors
 
 
 def _require_keyed(optimizer: Any) -> None:

@@ -14,6 +14,7 @@ The cosine is that of Loshchilov and Hutter 2017 (arXiv:1608.03983) with periods
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -59,7 +60,8 @@ class WarmupStage:
 class WarmupOptimizer(OptimizerWrapper):
     """Sets the learning rate of every group, from construction on and after every step.
 
-    Tables that are trained in the backward get the rate at once. When the last stage is over it is `lr`. Rates that
+    A group without `lr_param` gets one, as in TorchRec; a warning says so. Tables that are trained in the backward get
+    the rate at once. When the last stage is over it is `lr`. Rates that
     anybody else writes to the groups last until the next step. The schedule's place is saved beside the states, as
     `{param_name: {"warmup": int64 tensor [iteration, stage]}}`, and loading goes on from there.
 
@@ -71,8 +73,8 @@ class WarmupOptimizer(OptimizerWrapper):
         param_name: the name under which the schedule's place is saved.
 
     Raises:
-        ValueError: a stage ends before it begins, lacks what its policy needs or would make the rate negative, a group
-            has no `lr_param`, or a parameter is called `param_name` already.
+        ValueError: a stage ends before it begins, lacks what its policy needs or would make the rate negative, or a
+            parameter is called `param_name` already.
     """
 
     def __init__(
@@ -86,10 +88,14 @@ class WarmupOptimizer(OptimizerWrapper):
         super().__init__(optimizer)
         if param_name in optimizer.params:
             raise ValueError(f"the optimizer holds a parameter {param_name!r} already: choose another param_name")
-        for group in optimizer.param_groups:
-            if lr_param not in group:
-                known = sorted(set(group) - {"params"})
-                raise ValueError(f"no group has a rate of the name lr_param={lr_param!r}, this one has {known}")
+        lacking = [group for group in optimizer.param_groups if lr_param not in group]
+        if lacking:
+            known = sorted(set(lacking[0]) - {"params"})
+            warnings.warn(
+                f"{len(lacking)} of {len(optimizer.param_groups)} parameter groups have no rate of the name"
+                f" lr_param={lr_param!r}, one of them has {known}: they get one, which their optimizer may not read",
+                stacklevel=2,
+            )
         self._stages = _checked(stages)
         self._lr, self._lr_param, self._param_name = lr, lr_param, param_name
         # stands for the schedule where states go by parameter

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from shardwise.embeddings.config import BaseEmbeddingConfig, PoolingType, embedding_names_by_table, named_tables
 from shardwise.embeddings.policy import LookupPolicy
-from shardwise.embeddings.tables.grouped import Found, look_up_groups, plan_columns
+from shardwise.embeddings.tables.grouped import (
+    Found,
+    SharedFeatures,
+    look_up_groups,
+    plan_columns,
+    shared_features,
+)
 from shardwise.embeddings.tables.table_layout import LookupFeature
 from shardwise.embeddings.tables.table_module import TableModule
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -76,6 +82,7 @@ class QuantizedCollection(TableModule):
     # what `repr` calls it
     _shown_name: str
     _config_type: type[BaseEmbeddingConfig] = BaseEmbeddingConfig
+    _shared_features: SharedFeatures | None = None
 
     def __init__(
         self,
@@ -116,6 +123,7 @@ class QuantizedCollection(TableModule):
             for (_, dtype, _), ts in members.items()
         ]
         self._columns = plan_columns(self._groups, self._members, self._names_by_table)
+        self._shared_features = shared_features(self._members, [config.feature_names for config in self._configs])
         self._show()
         self.register_load_state_dict_pre_hook(_refuse_other_rows)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_take_back_replaced)  # type: ignore[no-untyped-call]
@@ -126,6 +134,11 @@ class QuantizedCollection(TableModule):
     def device(self) -> torch.device:
         """Where the tables are."""
         return self._groups[0].device if self._groups else self._empty_device
+
+    @property
+    def _device(self) -> torch.device:
+        """`device`, by the name of TorchRec's attribute."""
+        return self.device
 
     def output_dtype(self) -> torch.dtype:
         """The dtype of the output; uint8 for rows of bytes."""
@@ -138,6 +151,7 @@ class QuantizedCollection(TableModule):
 
     def table_weights(self) -> dict[str, TableWeights]:
         """Payload uint8 [rows, row_bytes] and scales [rows, parts] (None without) of each table, as views."""
+        self._settle()
         found = {}
         for t, (group, number) in sorted(self._homes().items()):
             scales = group.scales_of(number) if group.format.parts else None
@@ -188,7 +202,22 @@ class QuantizedCollection(TableModule):
     def _look_up(
         self, features: KeyedJaggedTensor, look_up: Callable[[QuantizedTables, KeyedJaggedTensor], Tensor]
     ) -> Found:
-        return look_up_groups(self._groups, features, look_up)
+        if not torch.compiler.is_compiling():
+            self._settle()
+        return look_up_groups(self._groups, features, look_up, self._shared_features)
+
+    def _settle(self) -> None:
+        """Take over what was put in the place of a table's buffers, as a program that gives meta tensors memory does.
+
+        Raises:
+            ValueError: some tables have memory by now and others not; names those.
+        """
+        shown = self._views
+        for table, child in self._children().items():
+            for name, buffer in child._buffers.items():
+                if buffer is not shown[table, name]:
+                    _take_back_replaced(self, None)
+                    return
 
     def _is_averaged(self, config: BaseEmbeddingConfig) -> bool:
         return getattr(config, "pooling", None) is PoolingType.MEAN
@@ -210,6 +239,7 @@ class QuantizedCollection(TableModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if recurse:
+            self._settle()
             for group in self._groups:
                 group.move(fn)
             self._show()
@@ -224,6 +254,7 @@ class QuantizedCollection(TableModule):
 
     def __getstate__(self) -> dict[str, Any]:
         # the buffers are views: kept, each of them would carry its group's whole plane into the copy
+        self._settle()
         modules = {**self._modules, self._children_name: None}
         return {**self.__dict__, "_modules": modules, "_views": {}}
 
@@ -329,7 +360,9 @@ def _take_back_replaced(module: nn.Module, _: Any) -> None:
     if module.device.type == "meta" and device.type != "meta":
         if left := sorted({table for table, name in module._views if (table, name) not in given}):
             raise ValueError(f"tables {left} would stay on meta: load them too, or call to_empty first")
-        module._apply(partial(torch.empty_like, device=device))
+        # not `_apply`, which would first take back what is replaced
+        for group in module._groups:
+            group.move(partial(torch.empty_like, device=device))
     module._show()
     for key, new in given.items():
         assert new is not None

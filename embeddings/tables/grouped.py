@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import repeat
-from typing import Protocol, TypeVar
+from itertools import accumulate, repeat
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,18 +51,50 @@ Found = list[tuple[KeyedJaggedTensor, Tensor]]
 _PICKS = 512
 
 
+class SharedFeatures(NamedTuple):
+    """All features of a collection, table by table, of which several tables share some; and which are each group's."""
+
+    names: list[str]
+    groups: list[list[int]]
+
+    def picks(self, keys: Sequence[str]) -> list[list[int]] | None:
+        """Of each group, where in a batch its features are; None where no key is there more than once."""
+        if len(set(keys)) == len(keys):
+            return None
+        places = places_of(keys, self.names)
+        return [[places[n] for n in of_group] for of_group in self.groups]
+
+
+def shared_features(
+    members: Sequence[Sequence[int]], features_by_table: Sequence[Sequence[str]]
+) -> SharedFeatures | None:
+    """The features of a collection whose groups have these tables; None if no two groups can share one."""
+    names = [name for features in features_by_table for name in features]
+    if len(members) < 2 or len(set(names)) == len(names):
+        return None
+    begin = list(accumulate(map(len, features_by_table), initial=0))
+    return SharedFeatures(names, [[n for t in tables for n in range(begin[t], begin[t + 1])] for tables in members])
+
+
 def look_up_groups(
-    groups: Sequence[GroupT], features: KeyedJaggedTensor, look_up: Callable[[GroupT, KeyedJaggedTensor], Tensor]
+    groups: Sequence[GroupT],
+    features: KeyedJaggedTensor,
+    look_up: Callable[[GroupT, KeyedJaggedTensor], Tensor],
+    shared: SharedFeatures | None = None,
 ) -> Found:
     """Pick, check and look up the features of each group, of a batch of one batch size.
+
+    A batch may have a feature of several tables once, or, as managed collision makes it, once for each of them in their
+    order; `shared` tells these apart.
 
     Raises:
         KeyError: features are missing.
         ValueError: ids are on another device than the tables.
     """
     outputs = []
-    for group in groups:
-        picked = pick_features(features, group.keys)
+    picks = None if shared is None else shared.picks(features.keys())
+    for number, group in enumerate(groups):
+        picked = pick_features(features, group.keys) if picks is None else features.permute(picks[number])
         if picked.device() != group.device:
             raise ValueError(f"ids are on {picked.device()}, the tables on {group.device}")
         group.check(picked.values(), picked.offsets(), padded=picked.capacity() is not None)
@@ -71,7 +103,7 @@ def look_up_groups(
 
 
 def pick_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:
-    """The named features in that order, a name as often as it is listed.
+    """The named features in that order, a name as often as it is listed, from as many of a batch that has it so often.
 
     Raises:
         KeyError: names the features that are missing.
@@ -86,13 +118,26 @@ def pick_features(features: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJag
 
 @lru_cache(maxsize=_PICKS)
 def _places_of(keys: tuple[str, ...], names: tuple[str, ...]) -> list[int]:
-    """Where each name is among the keys; KeyError names those that are not. The list is shared."""
-    place = {key: number for number, key in enumerate(keys)}
+    """As `places_of`. The list is shared."""
+    return places_of(keys, names)
+
+
+def places_of(keys: Sequence[str], names: Sequence[str]) -> list[int]:
+    """Where each name is among the keys: a key that is there as often as it is named is taken one after another.
+
+    Raises:
+        KeyError: names those that are not there.
+    """
     # a feature of several tables is listed for each of them
+    place = {key: number for number, key in enumerate(keys)}
     missing = [name for name in dict.fromkeys(names) if name not in place]
     if missing:
         raise KeyError(f"features {missing} are not in the batch, which has {list(keys)}")
-    return [place[name] for name in names]
+    if len(place) == len(keys):
+        return [place[name] for name in names]
+    every = {name: [number for number, key in enumerate(keys) if key == name] for name in place}
+    after = {name: iter(numbers) for name, numbers in every.items() if len(numbers) == names.count(name)}
+    return [next(after[name]) if name in after else place[name] for name in names]
 
 
 def plan_columns(

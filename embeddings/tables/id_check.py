@@ -137,6 +137,9 @@ def mark_bad_ids(
     """
     if not names:
         return None
+    if ids.is_meta:
+        require_ids("feature ids", ids)
+        return None
     if mode is BoundsCheckMode.IGNORE:
         require_ids("feature ids", ids)
         if ids.is_cuda or traced or offsets_are_good(offsets, ids.shape[0], padded):

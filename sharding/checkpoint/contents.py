@@ -283,8 +283,8 @@ def _sharded(collection: ShardedCollection, below: str, link: Link) -> list[tupl
 
 
 def _whole(collection: TableCollection, below: str) -> list[tuple[str, _Table]]:
-    collection._settle()
-    tables, homes, params = [], collection._homes(), collection._table_parameters()
+    params = collection._own_parameters()
+    tables, homes = [], collection._homes()
     for t, config in enumerate(collection._configs):
         (group, number), name = homes[t], f"{below}{collection._children_name}.{config.name}.weight"
         if group.flat.is_meta:

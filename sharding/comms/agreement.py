@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise._version import __version__
@@ -36,6 +37,19 @@ _MOST, _LONG = 4, 160
 _agreements = 0
 
 
+def device_types(group: dist.ProcessGroup | None) -> list[str]:
+    """The devices whose tensors a group exchanges; those of any where there is none."""
+    if group is None:
+        return []
+    return [part.partition(":")[0] for part in str(dist.get_backend_config(group)).split(",")]
+
+
+def exchange_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """A device on which the ranks can tell each other that `device` will not do."""
+    served = device_types(group)
+    return torch.device(served[0]) if served and device.type not in served else device
+
+
 def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, Facts]]) -> tuple[T, int]:
     """What `make` returns, something and its facts, once it did so on all ranks with the same facts.
 
@@ -54,6 +68,7 @@ def agree(exchange: Exchange, device: torch.device, make: Callable[[], tuple[T, 
         return (value, facts), [fingerprint((), facts.items()), _agreements]
 
     global _agreements
+    device = exchange_device(exchange.group, device)
     (value, facts), numbers = all_or_error(exchange, device, made, count=2)
     shared = numbers[exchange.rank][0]
     if any(other != shared for other, _ in numbers):

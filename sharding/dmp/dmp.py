@@ -51,7 +51,9 @@ class DistributedModelParallel(nn.Module):
         module: the model, or a collection itself.
         env: rank and process group; by default those of torch.distributed's default group.
         device: where this rank computes, a string or `torch.device`; by default "cpu". Tables go there whatever device
-            the plan names, with a warning where it names another.
+            the plan names, with a warning where it names another. On "meta" nothing is allocated: state dicts tell
+            shapes and pieces, and `to_empty(device=...)`, `load_state_dict` and `init_data_parallel()` bring the model
+            to life; pass `init_data_parallel=False`.
         plan: where each table goes; by default rank 0 plans with `EmbeddingShardingPlanner`, for machines like its own
             and 512 samples a rank.
         sharders: what shards which class of module; by default `get_default_sharders()`.
@@ -120,7 +122,7 @@ class DistributedModelParallel(nn.Module):
         self._sharded = sharded_collections(self._dmp_wrapped_module)
         for path, sharded in self._sharded.items():
             sharded.name_exchanges(path)
-        if init_parameters:
+        if init_parameters and self._device.type != "meta":
             materialize(self._dmp_wrapped_module, self._device, stacklevel=3)
         move(self._dmp_wrapped_module, self._device)
         if init_data_parallel:
@@ -159,7 +161,8 @@ class DistributedModelParallel(nn.Module):
         """
         if self._is_data_parallel:
             return
-        if self._init_parameters:
+        self._leave_meta()
+        if self._init_parameters and self._device.type != "meta":
             # those that came since
             materialize(self._dmp_wrapped_module, self._device)
         move(self._dmp_wrapped_module, self._device)
@@ -183,7 +186,12 @@ class DistributedModelParallel(nn.Module):
 
         Raises:
             RankFailure: another rank failed, ended or did not come.
+            ValueError: the model is on meta.
         """
+        if self._device.type == "meta":
+            self._leave_meta()
+            if self._device.type == "meta":
+                raise ValueError("the model is on meta: call to_empty(device=...) and load a state dict first")
         try:
             return self._dmp_wrapped_module(*args, **kwargs)
         except BaseException as error:
@@ -280,6 +288,18 @@ class DistributedModelParallel(nn.Module):
                 merged = EmbeddingModuleShardingPlan({**self._plan.plan[path], **changes})
                 self._plan = ShardingPlan({**self._plan.plan, path: merged})
         return sum(float(volume) for volume, _ in moves.values())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._leave_meta()
+        return self
+
+    def _leave_meta(self) -> None:
+        """Compute where parameters are by now, if they began on meta."""
+        if self._device.type == "meta":
+            for sharded in self._sharded.values():
+                sharded.take_over()
+            self._device = next((t.device for t in self.parameters() if not t.is_meta), self._device)
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         """The process groups that a failure ends, all ranks first."""

@@ -171,7 +171,7 @@ class ShardedCollection(StagedModule[Step]):
         self._policy = module._policy
         # whether a gradient that is not finite is looked for
         self.checks_gradients = self._policy.gradient_check is not GradientCheckMode.IGNORE
-        self._names_by_table = module._names_by_table
+        self._names_by_table, self._configs = module._names_by_table, module._configs
         self._env, self._exchange = env, Exchange(env.require_group())
         # TorchRec's default: with DDP's mean over ranks, tables and dense layers then see the same loss. False of one
         # collection, or of all by comm_ops.set_gradient_division, leaves sums over ranks
@@ -316,6 +316,7 @@ class ShardedCollection(StagedModule[Step]):
 
     def start(self, features: KeyedJaggedTensor | Exception) -> Step:
         """Route the batch and tell all ranks what they will get, or what is wrong with it; waits for nobody."""
+        features = self._ready(features)
         update = torch.is_grad_enabled()
         step = Step(update, self._receiving[update])
         sizes: list[list[int]] | Exception
@@ -468,7 +469,44 @@ class ShardedCollection(StagedModule[Step]):
         with torch.set_grad_enabled(step.update and torch.is_grad_enabled()):
             return self.shards.look_up_replicated(step, dense=True)
 
+    def take_over(self) -> None:
+        """Make parameters that were put in the place of this rank's own the tables'; nothing where there are none.
+
+        Raises:
+            ValueError: as `LocalTables.follow`.
+        """
+        own, children = self._tables.parameters, self._modules[self._children_name]
+        assert children is not None
+        given = {
+            name: child._parameters["weight"]
+            for name, child in children._modules.items()
+            if child is not None and child._parameters["weight"] is not own[name]
+        }
+        if given and self._tables.follow(given):
+            self._forget()
+
+    def _ready(self, features: KeyedJaggedTensor | Exception) -> KeyedJaggedTensor | Exception:
+        """The batch, once parameters from outside were taken over, or in its place why they cannot be.
+
+        Raises:
+            ValueError: the tables are on meta, where nothing is exchanged.
+        """
+        try:
+            self.take_over()
+        except ValueError as error:
+            features = error
+        if self.device.type == "meta":
+            raise ValueError(
+                "this sharded collection is on meta: call to_empty(device=...) of the model, load a state dict, then"
+                " look batches up"
+            )
+        return features
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedCollection:
+        self.take_over()
         self._tables.move(fn)
+        children: Any = self._modules[self._children_name]
+        for name, param in self._tables.parameters.items():
+            children[name]._parameters["weight"] = param
         self._forget()
         return self

@@ -55,8 +55,8 @@ def _route_again(step: Step, routes: Routes, features: KeyedJaggedTensor, *, len
     weights = features.weights() if step.update else features.weights().detach()
     weighed = Step(step.update, step.receiving)
     weighed.routed, weighed.sending = features, step.sending
-    if list(step.sending.place) != list(features.keys()):
-        raise ValueError(f"the batch that left ahead has keys {list(step.sending.place)}, this one {features.keys()}")
+    if step.sending.batch_keys != list(features.keys()):
+        raise ValueError(f"the batch that left ahead has keys {step.sending.batch_keys}, this one {features.keys()}")
     sizes = None if step.division is None else step.division.sizes
     divided = divide_ahead(features, routes, step.sending, weights, lenient=lenient) if step.divided_ahead else None
     if divided is not None and sizes is not None:

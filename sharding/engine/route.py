@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.embeddings.tables.grouped import places_of
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged._segments import Beside
 from shardwise.kernels import (
@@ -178,9 +179,8 @@ class Sending:
         mode: BoundsCheckMode = BoundsCheckMode.FATAL,
     ) -> None:
         """`mode` is what a bad id does where the plan says nothing of the table."""
-        self.place = place = {key: number for number, key in enumerate(keys)}
-        if missing := [name for name in dict.fromkeys(routes.features) if name not in place]:
-            raise KeyError(f"features {missing} are not in the batch, which has {list(keys)}")
+        self.batch_keys = list(keys)
+        self.place_of_lookup = places_of(keys, routes.features)
         streams = [serving.streams_for(update) for serving in routes.serving]
         # [W + 1] where the streams of each rank begin, and where those end whose results come back
         self.first_stream = list(accumulate(map(len, streams), initial=0))
@@ -193,7 +193,7 @@ class Sending:
         cut = [cut.lookup for cut in routes.cuts]
         replicated = [[slot.lookup for slot in group.slots] for group in (*routes.replicas, *routes.dense)]
         picked = [*whole, *cut, *(n for lookups in replicated for n in lookups)]
-        self.picks = [place[routes.lookups[n][0]] for n in picked]
+        self.picks = [self.place_of_lookup[n] for n in picked]
         self.picked = _order_of(self.picks, len(keys), device)
         self.whole, self.replicated = len(whole), [len(lookups) for lookups in replicated]
         self.cuts = None if not cut else Cutting(routes, routes.cuts, device)
@@ -226,14 +226,14 @@ class Sending:
     def _find_checks(self, routes: Routes, keys: Sequence[str], device: torch.device, mode: BoundsCheckMode) -> None:
         """What the ids of each key are checked against: the smallest of the tables that they are looked up in."""
         rows = [(table.id_range or ANY) if table.mapped else table.rows for table in routes.tables]
-        smallest: dict[str, int] = {}
-        for feature, table in routes.lookups:
-            smallest[feature] = min(smallest.get(feature, ANY), rows[table])
+        smallest: dict[int, int] = {}
+        for key, (_, table) in zip(self.place_of_lookup, routes.lookups, strict=True):
+            smallest[key] = min(smallest.get(key, ANY), rows[table])
         # other keys may hold anything
-        self.used = [number for number, key in enumerate(keys) if key in smallest]
+        self.used = sorted(smallest)
         self.all_used = len(self.used) == len(keys)
-        self.rows = [smallest[keys[k]] for k in self.used]
-        self.checks = id_checks(routes, [keys[k] for k in self.used], rows, mode, device)
+        self.rows = [smallest[k] for k in self.used]
+        self.checks = id_checks(routes, keys, self.place_of_lookup, rows, mode, device)
         # ids outside their tables may pass, and count as none
         self.lenient = any(check.mode is not BoundsCheckMode.FATAL for check in self.checks)
 

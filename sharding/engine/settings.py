@@ -69,24 +69,37 @@ class IdCheck:
 
 
 def id_checks(
-    routes: Routes, used: Sequence[str], rows: Sequence[int], default: BoundsCheckMode, device: torch.device
+    routes: Routes,
+    keys: Sequence[str],
+    places: Sequence[int],
+    rows: Sequence[int],
+    default: BoundsCheckMode,
+    device: torch.device,
 ) -> list[IdCheck]:
-    """The checks of the keys `used`, one for each mode that their tables have; `rows` of each of the routes' tables.
+    """The checks of the keys that are looked up, one for each mode that their tables have.
 
     A key that is looked up in several tables of one mode is checked against the smallest.
+
+    Args:
+        routes: of the collection.
+        keys: of the batch; one may stand there several times.
+        places: [L] which of the keys each lookup reads.
+        rows: of each of the routes' tables.
+        default: the mode of a table of which the plan says nothing.
+        device: where ids are checked.
     """
     asked = [table.options.bounds_check_mode for table in routes.tables]
     modes = [default if name is None else BoundsCheckMode[name] for name in asked]
-    smallest: dict[BoundsCheckMode, dict[str, int]] = {}
-    for feature, table in routes.lookups:
+    smallest: dict[BoundsCheckMode, dict[int, int]] = {}
+    for place, (_, table) in zip(places, routes.lookups, strict=True):
         of_mode = smallest.setdefault(modes[table], {})
-        before = of_mode.get(feature, table)
-        of_mode[feature] = min(before, table, key=lambda number: (rows[number], number))
-    checks = []
+        before = of_mode.get(place, table)
+        of_mode[place] = min(before, table, key=lambda number: (rows[number], number))
+    used, checks = sorted(set(places)), []
     for mode in sorted(smallest):
-        tables = [(number, key, smallest[mode][key]) for number, key in enumerate(used) if key in smallest[mode]]
+        tables = [(number, keys[k], smallest[mode][k]) for number, k in enumerate(used) if k in smallest[mode]]
         names = [f"feature {key!r} (table {routes.tables[table].name!r})" for _, key, table in tables]
         spec = [Feature(0, rows[table], 1, 0) for _, _, table in tables]
-        keys = None if len(tables) == len(used) else [number for number, _, _ in tables]
-        checks.append(IdCheck(mode, keys, pack_features(spec, device), names))
+        numbers = None if len(tables) == len(used) else [number for number, _, _ in tables]
+        checks.append(IdCheck(mode, numbers, pack_features(spec, device), names))
     return checks

@@ -196,9 +196,8 @@ def _sharded_tensor(value: Value, env: ShardingEnv) -> Tensor:
 
     def described(piece: Piece) -> ShardMetadata:
         # where other ranks compute is a guess, and only told
-        where = (
-            value.device if kind == "cpu" or piece.rank == env.rank else f"{kind}:{piece.rank % env.local_world_size}"
-        )
+        numbered = kind not in ("cpu", "meta") and piece.rank != env.rank
+        where = f"{kind}:{piece.rank % env.local_world_size}" if numbered else value.device
         offsets, sizes = [low for low, _ in piece.box], [high - low for low, high in piece.box]
         return ShardMetadata(offsets, sizes, f"rank:{ranks[piece.rank]}/{where}")
 
@@ -213,6 +212,7 @@ def _sharded_tensor(value: Value, env: ShardingEnv) -> Tensor:
 
 def publish_weights(collection: ShardedCollection, destination: dict[str, Any], prefix: str, _: Any) -> None:
     """After `state_dict`: the cut tables of a collection as others see them, in place of this rank's parameters."""
+    collection.take_over()
     states = collection.states
     for name in states.tables:
         key = f"{prefix}{collection.parameter_name(name)}"
@@ -236,6 +236,7 @@ def check_weights(
     Raises:
         ValueError: as `take`.
     """
+    collection.take_over()
     states = collection.states
     keys = {name: f"{prefix}{collection.parameter_name(name)}" for name in states.tables}
     return {

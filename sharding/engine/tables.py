@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -50,7 +51,7 @@ def tables_of(
     """Tables and the optimizer marks they will carry; a frozen table has none, a cut one always has one otherwise."""
     replicated = {shard.table for shard in shards if shard.replica}
     tables, marks = [], []
-    for config, param in zip(module._configs, module._table_parameters(), strict=True):
+    for config, param in zip(module._configs, module._own_parameters(), strict=True):
         default = None if config.name in replicated else default_optimizer
         mark = (optimizer_of(param) or default) if param.requires_grad else None
         chosen = options.get(config.name, TableOptions())
@@ -172,18 +173,18 @@ class LocalTables:
         """
         given = {
             config.name: (config, weight)
-            for config, weight in zip(module._configs, module._table_parameters(), strict=True)
+            for config, weight in zip(module._configs, module._own_parameters(), strict=True)
         }
         self.parameters = {name: nn.Parameter(self._empty, weight.requires_grad) for name, (_, weight) in given.items()}
         for shard, group, number in self.homes:
             view, (config, weight) = group.view(number), given[shard.table]
             if not weight.is_meta:
                 view.copy_(weight[slice(*shard.rows), slice(*shard.cols)])
-            elif config.init_fn is not None and view.numel():
+            elif config.init_fn is not None and view.numel() and not view.is_meta:
                 config.init_fn(view)
         self._place_parameters()
         for shard, group, number in self.homes:
-            if shard.replica:
+            if shard.replica and not group.flat.is_meta:
                 exchange.broadcast(group.view(number))
         for group in self.all_groups():
             group.store.attach(group)
@@ -197,11 +198,17 @@ class LocalTables:
 
     def _place_parameters(self) -> None:
         """Make each parameter a view of its shards; their gradients stay."""
-        for group in self.all_groups():
-            group.parameters = [self.parameters[shape.name] for shape in group.tables]
         matrices = self.matrices()
         for name, param in self.parameters.items():
-            param.data = matrices.get(name, self._empty)
+            matrix = matrices.get(name, self._empty)
+            if param.is_meta == matrix.is_meta:
+                param.data = matrix
+                continue
+            # across meta parameters become new objects
+            self.parameters[name] = nn.Parameter(matrix, requires_grad=param.requires_grad)
+            vars(self.parameters[name]).update(vars(param))
+        for group in self.all_groups():
+            group.parameters = [self.parameters[shape.name] for shape in group.tables]
 
     def matrices(self) -> dict[str, Tensor]:
         """The shards of each table on this rank, one below the other.
@@ -230,6 +237,47 @@ class LocalTables:
             if param.grad is not None:
                 param.grad = fn(param.grad)
 
+    @torch.no_grad()
+    def follow(self, given: Mapping[str, Any]) -> bool:
+        """Make parameters that were put in the place of these, by table, the views of the shards, with their values.
+
+        Returns:
+            Whether the tables are on another device by then: where they were made on meta, all parameters go at once.
+
+        Raises:
+            ValueError: one has another shape or dtype, is no parameter, or is where the others are not.
+        """
+        for name, param in given.items():
+            own = self.parameters[name]
+            if not isinstance(param, nn.Parameter) or hasattr(param, "placements"):
+                raise ValueError(f"table {name!r}: only an nn.Parameter may take its sharded weight's place")
+            if (param.shape, param.dtype) != (own.shape, own.dtype):
+                raise ValueError(
+                    f"table {name!r}: this rank's weight is {own.dtype} {list(own.shape)}, got {param.dtype}"
+                    f" {list(param.shape)}"
+                )
+        devices = {str(given.get(name, own).device) for name, own in self.parameters.items()}
+        if len(devices) > 1:
+            raise ValueError(f"tables {list(self.parameters)}: give all weights one device, they are on {devices}")
+        device = next(iter(given.values())).device
+        moves = device != self.device
+        values = {name: param.detach().clone() for name, param in given.items()}
+        for name, param in given.items():
+            # what is held elsewhere keeps its rows
+            own = self.parameters[name]
+            own.data = own.data.clone()
+            for mark, value in vars(own).items():
+                vars(param).setdefault(mark, value)
+            self.parameters[name] = param
+        if moves:
+            self.move(partial(torch.empty_like, device=device))
+        else:
+            self._place_parameters()
+        for name, rows in values.items():
+            if not rows.is_meta:
+                self.parameters[name].copy_(rows)
+        return moves
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # a copied group knows no parameters, and copied parameters may be views of nothing
@@ -246,7 +294,11 @@ class LocalTables:
 def _stacked(name: str, views: Sequence[Tensor]) -> Tensor:
     """Several shards of one table as one matrix, a view of what they are views of."""
     views = [view for view in views if view.numel()] or views[:1]
-    adjacent = all(a.data_ptr() + a.numel() * a.element_size() == b.data_ptr() for a, b in pairwise(views))
+    if views[0].is_meta:
+        # no addresses there
+        adjacent = all(a.storage_offset() + a.numel() == b.storage_offset() for a, b in pairwise(views))
+    else:
+        adjacent = all(a.data_ptr() + a.numel() * a.element_size() == b.data_ptr() for a, b in pairwise(views))
     if not adjacent or len({view.shape[1] for view in views}) > 1:
         raise ValueError(
             f"table {name!r}: its shards on one rank, {[list(view.shape) for view in views]}, are no matrix together;"

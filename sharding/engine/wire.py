@@ -516,8 +516,8 @@ class SequenceWire(Wire):
         ]
 
     def by_lookup(self, step: Step, values: Tensor) -> dict[int, Tensor]:
-        ids, place, features = step.routed.length_per_key(), step.sending.place, self.routes.features
-        rows = values.split_with_sizes([ids[place[features[lookup]]] for lookup in self.lookups])
+        ids, places = step.routed.length_per_key(), step.sending.place_of_lookup
+        rows = values.split_with_sizes([ids[places[lookup]] for lookup in self.lookups])
         return dict(zip(self.lookups, rows, strict=True))
 
     def _is_in_order(self, step: Step) -> bool:

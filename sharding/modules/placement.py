@@ -20,6 +20,8 @@ from shardwise.embeddings import EmbeddingBagCollection, EmbeddingCollection, op
 from ..comms.agreement import (
     Facts,
     agree,
+    device_types,
+    exchange_device,
     facts_of,
     facts_of_shards,
     facts_of_versions,
@@ -261,27 +263,14 @@ def plan_cuts(
     return cuts
 
 
-def _device_types(group: dist.ProcessGroup | None) -> list[str]:
-    """The devices whose tensors a group exchanges; those of any where there is none."""
-    if group is None:
-        return []
-    return [part.partition(":")[0] for part in str(dist.get_backend_config(group)).split(",")]
-
-
 def require_device(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Raise ValueError where a group cannot exchange tensors on a device."""
-    served = _device_types(group)
-    if served and device.type not in served:
+    """Raise ValueError where a group cannot exchange tensors on a device; on meta nothing is exchanged."""
+    served = device_types(group)
+    if served and device.type not in (*served, "meta"):
         raise ValueError(
             f"device {str(device)!r}: the process group ({dist.get_backend(group)}) exchanges tensors on"
             f" {', '.join(served)}: pass device={served[0]!r}, or make the group with a backend for {device.type}"
         )
-
-
-def exchange_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """A device on which the ranks can tell each other that `device` will not do."""
-    served = _device_types(group)
-    return torch.device(served[0]) if served and device.type not in served else device
 
 
 def warn_of_other_devices(plan: ShardingPlan, device: torch.device, stacklevel: int) -> None:
@@ -294,7 +283,7 @@ def warn_of_other_devices(plan: ShardingPlan, device: torch.device, stacklevel: 
     ]
     types = {where.device().type for where in placements if where is not None and not isinstance(where, str)}
     others = sorted(types - {device.type})
-    if others:
+    if others and device.type != "meta":
         warnings.warn(
             f"{PLANNED_ON} {', '.join(others)}, and they are sharded for device {str(device)!r}: there"
             f" they go. To say so in the plan, make it with device_type={device.type!r}",

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.embeddings import (
     EmbeddingBagCollection,
+    EmbeddingBagConfig,
     EmbeddingCollection,
+    EmbeddingConfig,
     FusedEmbeddingBagCollection,
     pick_features,
 )
@@ -77,6 +79,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         # checked once; each output has its own values
         self._output = KeyedTensor(names, self._routes.dims, torch.empty(0, sum(self._routes.dims), device="cpu"))
 
+    @property
+    def _embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The configs of the tables, by the name of TorchRec's attribute."""
+        return cast(list[EmbeddingBagConfig], self._configs)
+
     @staticmethod
     def extend_shard_name(shard_name: str) -> str:
         """The parameter of a table, by its name below this module."""
@@ -123,6 +130,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
         super().__init__(module, *args, **kwargs)
         self._names = [name for names in self._names_by_table for name in names]
         self._need_indices = module.need_indices()
+
+    @property
+    def _embedding_configs(self) -> list[EmbeddingConfig]:
+        """The configs of the tables, by the name of TorchRec's attribute."""
+        return cast(list[EmbeddingConfig], self._configs)
 
     @staticmethod
     def extend_shard_name(shard_name: str) -> str:

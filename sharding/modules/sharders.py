@@ -89,7 +89,7 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
     def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
         """Tables by name."""
         collection = cast(EmbeddingBagCollection, module)
-        return dict(zip((config.name for config in tables_of(module)), collection._table_parameters(), strict=True))
+        return dict(zip((config.name for config in tables_of(module)), collection._own_parameters(), strict=True))
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """All of them, on the CPU as on a GPU."""

@@ -127,17 +127,6 @@ def test_data_set_from_outside_is_taken_into_the_buffer() -> None:
         ebc(kjt(BAGS))
 
 
-def test_a_replaced_parameter_is_refused_not_ignored() -> None:
-    """The lookup would use the old parameter in silence; torch.func.functional_call replaces parameters too."""
-    ebc = bags()
-    with pytest.raises(ValueError, match="table 'a': its weight is another tensor"):
-        torch.func.functional_call(ebc, {"embedding_bags.a.weight": torch.ones(5, 4)}, (kjt(BAGS),))
-    assert_looks_up_its_parameters(ebc)
-    ebc.get_submodule("embedding_bags.a").weight = nn.Parameter(torch.ones(5, 4))
-    with pytest.raises(ValueError, match="copy the values in with load_state_dict or weight.data.copy_"):
-        ebc(kjt(BAGS))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_and_bfloat16_keep_parameters_views_and_states(dtype: torch.dtype) -> None:
     ebc = fused()

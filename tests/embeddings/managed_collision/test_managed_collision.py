@@ -290,10 +290,6 @@ def test_what_does_not_fit_together_is_refused() -> None:
         ManagedCollisionCollection({"b": modules()["b"], "c": modules()["a"]}, tables())
     with pytest.raises(ValueError, match="table 'a': its managed collision module has 8 slots for 4 rows"):
         ManagedCollisionCollection({"a": modules()["b"], "b": modules()["b"]}, tables())
-    shared = tables()
-    shared[1].feature_names = ["g"]
-    with pytest.raises(ValueError, match=r"features \['g'\] are looked up in several tables"):
-        ManagedCollisionCollection(modules(), shared)
     for what in ({"zch_size": 0}, {"eviction_interval": 0}):
         given: dict[str, Any] = {
             "zch_size": 4,

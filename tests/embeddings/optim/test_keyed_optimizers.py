@@ -21,6 +21,8 @@ from shardwise.embeddings import (
     FusedEmbeddingBagCollection,
     FusedOptimizer,
     FusedOptimizerModule,
+    GradientClipping,
+    GradientClippingOptimizer,
     KeyedOptimizer,
     KeyedOptimizerWrapper,
     LarsSGD,
@@ -284,6 +286,81 @@ def test_steps_and_hyper_parameters_are_passed_on() -> None:
         outer.update_hyper_parameters({"lr": 1.0, "eps": 1.0})
     with pytest.warns(UserWarning, match="Adam has no set_optimizer_step: it stays as it is"):
         CombinedOptimizer([wrap(linear())]).set_optimizer_step(3)
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """Steps by its own setting, and its zero_grad takes no argument."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"pace": 0.5})
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(group["pace"] * param.grad)
+
+
+AROUND: dict[str, Callable[[KeyedOptimizerWrapper], KeyedOptimizer]] = {
+    "alone": lambda keyed: keyed,
+    "combined": lambda keyed: CombinedOptimizer([("x", keyed)]),
+    "wrapped": OptimizerWrapper,
+    "warm-up": lambda keyed: WarmupOptimizer(keyed, [], lr_param="pace", lr=0.5),
+    "clipped": lambda keyed: GradientClippingOptimizer(keyed, GradientClipping.NORM, max_gradient=100.0),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_optimizers_without_a_rate_are_wrapped_as_any_other(around: str) -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = AROUND[around](KeyedOptimizerWrapper({"p": param}, WithoutRate))
+    optimizer.save_param_groups(True)
+    for step in range(1, 3):
+        param.grad = torch.ones(3)
+        optimizer.step()
+        assert param.tolist() == [1 - 0.5 * step] * 3
+        optimizer.zero_grad()
+        assert param.grad is None
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [group["pace"] for group in optimizer.param_groups] == [0.5]
+
+
+@pytest.mark.parametrize("around", ["alone", "combined", "wrapped", "clipped"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_is_the_wrapped_optimizers_own_whatever_is_asked(around: str, to_none: bool) -> None:
+    """As in TorchRec: programs call zero_grad(set_to_none=False), and gradients are None all the same."""
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    AROUND[around](KeyedOptimizerWrapper({"p": param}, FACTORIES["sgd"])).zero_grad(set_to_none=to_none)
+    assert param.grad is None
+
+
+SPELLINGS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a tuple of groups": lambda p, q: ({"params": [p]}, {"params": [q]}),
+    "tuples of parameters": lambda p, q: [{"params": (p,)}, {"params": (q,)}],
+    "a tensor": lambda p, q: [{"params": p}, {"params": q}],
+    "pairs": lambda p, q: [{"params": [("p", p)]}, {"params": (("q", q),)}],
+    "iterators": lambda p, q: [{"params": iter([p])}, {"params": (each for each in [q])}],
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_groups_are_spelled_as_torch_takes_them(spelling: str) -> None:
+    """A keyed optimizer over a tensor in the place of a list had no parameters, and said nothing."""
+    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    by_factory = KeyedOptimizerWrapper({"p": p, "q": q}, lambda _: torch.optim.SGD(SPELLINGS[spelling](p, q), lr=0.5))
+    direct = KeyedOptimizer({"p": p, "q": q}, {}, SPELLINGS[spelling](p, q))
+    for optimizer in (by_factory, direct):
+        optimizer.save_param_groups(True)
+        groups = optimizer.state_dict()["param_groups"]
+        assert [group["params"] for group in groups] == [["p"], ["q"]]
+        for kind in (tuple, list):
+            optimizer.load_state_dict({**optimizer.state_dict(), "param_groups": kind(groups)})
+    with pytest.raises(TypeError, match="a parameter group is a dict with 'params', got Parameter"):
+        KeyedOptimizer({"p": p}, {}, [p])  # type: ignore[list-item]
 
 
 def test_an_optimizer_of_nothing_is_an_ordinary_one() -> None:

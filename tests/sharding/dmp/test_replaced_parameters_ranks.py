@@ -1,0 +1,186 @@
+"""Models on ranks whose weights came from outside: made on meta, replaced before or after they are sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from collections_of_all_kinds import give_memory
+from jagged_batches import random_kjt
+from ranks import run_ranks
+from sharding_steps import local_tensors
+from torch import Tensor, nn
+
+from shardwise import (
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    KeyedJaggedTensor,
+    RowWiseAdagrad,
+    ShardingPlan,
+    apply_optimizer_in_backward,
+)
+from shardwise.sharding import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+
+pytestmark = pytest.mark.ranks
+
+ROWS, SAMPLES = {"a": 20, "b": 12, "c": 9, "d": 7}, 4
+
+
+class Model(nn.Module):
+    """Tables with an optimizer in their backward, and a dense layer."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        tables = [EmbeddingBagConfig(rows, 64, name, feature_names=[name]) for name, rows in ROWS.items()]
+        self.bags = EmbeddingBagCollection(tables, device=device)
+        self.over = nn.Linear(64 * len(ROWS), 1, device=device)
+        apply_optimizer_in_backward(RowWiseAdagrad, self.bags.parameters(), {"lr": 0.1})
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.over(self.bags(features).values())  # type: ignore[no-any-return]
+
+
+def plan_of(model: Model) -> ShardingPlan:
+    world = dist.get_world_size()
+    kinds: Any = {
+        "a": row_wise(), "b": column_wise(list(range(world))), "c": table_wise(world - 1), "d": data_parallel(),
+    }  # fmt: skip
+    cut = construct_module_sharding_plan(model.bags, kinds, world_size=world, device_type="cpu")
+    return ShardingPlan({"bags": cut})
+
+
+def train(model: nn.Module, steps: int = 3) -> list[Tensor]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    share = range(rank * SAMPLES // world, (rank + 1) * SAMPLES // world)
+    outputs = []
+    for step in range(steps):
+        output = model(random_kjt(ROWS, SAMPLES, seed=step, of=share))
+        output.square().sum().backward()
+        outputs.append(output.detach().clone())
+    return outputs
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in local_tensors(model.state_dict()).items()}
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return torch.equal(a, b)
+
+
+def sharded(model: Model, **more: Any) -> DistributedModelParallel:
+    return DistributedModelParallel(model, plan=plan_of(model), **more)
+
+
+def replaced_before() -> bool:
+    source, made = Model("cpu"), Model("meta")
+    made.apply(give_memory)
+    made.load_state_dict(source.state_dict())
+    # on each table the optimizer that was applied on meta
+    plain, model = sharded(source), sharded(made)
+    return equal(train(plain), train(model)) and equal(weights_of(plain), weights_of(model))
+
+
+def replaced_after() -> bool:
+    plain, model = sharded(Model("cpu")), sharded(Model("cpu"))
+    train(plain, 1), train(model, 1)
+    held = {name: (param, param.detach().clone()) for name, param in model.module.bags.named_parameters()}
+    for name, (param, _) in held.items():
+        path, _, leaf = name.rpartition(".")
+        model.module.bags.get_submodule(path)._parameters[leaf] = nn.Parameter(param.detach() + 1.0)
+    with torch.no_grad():
+        for param in plain.module.bags.parameters():
+            param += 1.0
+    same = equal(train(plain), train(model)) and equal(weights_of(plain), weights_of(model))
+    # what programs hold of before is not written to
+    return same and all(torch.equal(param, rows) for param, rows in held.values())
+
+
+def from_meta() -> bool:
+    source, on_meta = sharded(Model("cpu")), Model("meta")
+    train(source)
+    model = sharded(on_meta, device="meta", init_data_parallel=False)
+    state, wanted = model.state_dict(), source.state_dict()
+    assert all(tensor.is_meta for tensor in local_tensors(state).values() if tensor.numel())
+    assert list(state) == list(wanted)
+    for name, value in wanted.items():
+        assert state[name].shape == value.shape
+        if hasattr(value, "local_shards"):
+            pieces = [[s.shard_sizes for s in each.metadata().shards_metadata] for each in (value, state[name])]
+            assert pieces[0] == pieces[1]
+    # nothing to keep it in
+    model.load_state_dict(wanted)
+    with pytest.raises(ValueError, match=r"model is on meta: call to_empty\(device=...\)"):
+        model(random_kjt(ROWS, SAMPLES, seed=0))
+    model.to_empty(device="cpu").load_state_dict(wanted)
+    model.fused_optimizer.load_state_dict(source.fused_optimizer.state_dict())
+    model.init_data_parallel()
+    assert model.device == torch.device("cpu")
+    return equal(train(source), train(model)) and equal(weights_of(source), weights_of(model))
+
+
+def given_memory_on_meta() -> bool:
+    source, model = sharded(Model("cpu")), sharded(Model("meta"), device="meta", init_data_parallel=False)
+    model.apply(give_memory)
+    model.load_state_dict(source.state_dict())
+    model.to("cpu")
+    model.init_data_parallel()
+    return equal(train(source), train(model)) and equal(weights_of(source), weights_of(model))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("run", [replaced_before, replaced_after, from_meta, given_memory_on_meta])
+def test_weights_from_outside_are_sharded_and_train_as_any_other(run: Any, ranks: int) -> None:
+    assert run_ranks(ranks, run) == [True] * ranks
+
+
+class Dense(nn.Module):
+    """A model whose collection has no tables, as one without sparse features is made by a program's settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.bags, self.rows = EmbeddingBagCollection([]), EmbeddingCollection([])
+        self.over = nn.Linear(3, 1)
+
+    def forward(self, features: KeyedJaggedTensor, dense: Tensor) -> Tensor:
+        assert not self.rows(features)
+        return self.over(torch.cat([dense, self.bags(features).values()], 1))  # type: ignore[no-any-return]
+
+
+def without_tables(planned: bool) -> bool:
+    alone, inner = Dense(), Dense()
+    plan = ShardingPlan({name: construct_module_sharding_plan(getattr(inner, name), {}) for name in ("bags", "rows")})
+    model = DistributedModelParallel(inner, plan=None if planned else plan)
+    dense = torch.arange(6.0).view(2, 3)
+    for features in (KeyedJaggedTensor(["x"], torch.tensor([1, 2]), lengths=torch.tensor([2, 0])), empty_of(2)):
+        outputs = [each(features, dense) for each in (alone, model)]
+        assert equal(*outputs)
+        for output in outputs:
+            output.sum().backward()
+    grads = [[param.grad for param in each.parameters()] for each in (alone, model)]
+    return equal(*grads) and equal(dict(model.state_dict()), dict(alone.state_dict()))
+
+
+def empty_of(samples: int) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor([], torch.empty(0, dtype=torch.int64), lengths=torch.empty(0).long(), stride=samples)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_model_without_sparse_features_is_an_ordinary_one(planned: bool) -> None:
+    assert run_ranks(2, without_tables, planned) == [True] * 2
