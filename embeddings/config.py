@@ -115,7 +115,8 @@ class BaseEmbeddingConfig:
                 raise ValueError(f"table {self.name!r}: {what} must be a positive int, got {value!r}")
             setattr(self, what, operator.index(value))
         names: Any = self.feature_names
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        # ints are keys too, of batches as TorchRec's users make them
+        if isinstance(names, str) or not all(isinstance(name, (str, int)) for name in names):
             raise ValueError(f"table {self.name!r}: feature_names must be a list of strings, got {names!r}")
         if not isinstance(self.data_type, DataType):
             raise ValueError(

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import nn
+from torch.fx import Proxy
 
 from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged.tracing import OneNode, record_forward
 
 from .collection import ManagedCollisionCollection
 
@@ -16,7 +18,7 @@ OutT = TypeVar("OutT")
 SlotsT = TypeVar("SlotsT")
 
 
-class BehindMaps(nn.Module, Generic[OutT, SlotsT]):
+class BehindMaps(OneNode, nn.Module, Generic[OutT, SlotsT]):
     """A collection behind id maps: it remaps a batch's ids and looks the slots up.
 
     A forward returns (embeddings, remapped ids or None), always a tuple.
@@ -32,6 +34,8 @@ class BehindMaps(nn.Module, Generic[OutT, SlotsT]):
             KeyError, IndexError, ValueError, TypeError, RuntimeError: as the collection without maps.
             TypeError: the collection inside was sharded or quantized by itself.
         """
+        if isinstance(features, Proxy):
+            return record_forward(BehindMaps.forward, self, features, mutate_miss_lengths)  # type: ignore[no-any-return]
         slots = self._remap(features, mutate_miss_lengths)
         returned: Any = slots if self._return_remapped_features else None
         return self._rows_of(slots), returned
@@ -52,6 +56,8 @@ class BehindFixedMaps(BehindMaps[OutT, KeyedJaggedTensor]):
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[OutT, KeyedJaggedTensor]:  # type: ignore[override]
         """Map the batch's ids and look the slots up; with the remapped ids. Raises as the collection without maps."""
+        if isinstance(features, Proxy):
+            return record_forward(BehindFixedMaps.forward, self, features)
         return super().forward(features)
 
     def _rows_of(self, slots: KeyedJaggedTensor) -> OutT:

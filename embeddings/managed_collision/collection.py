@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.embeddings.tables.grouped import pick_features
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
+from shardwise.jagged.tracing import OneNode, record_forward
 from shardwise.untrusted import repeated
 
 from .modules import ManagedCollisionModule
@@ -23,7 +25,7 @@ def apply_mc_method_to_jt_dict(
     return found
 
 
-class ManagedCollisionCollection(nn.Module):
+class ManagedCollisionCollection(OneNode, nn.Module):
     """A managed collision module for every table; the ids of all features of a table are mapped together.
 
     Args:
@@ -94,6 +96,9 @@ class ManagedCollisionCollection(nn.Module):
         Raises:
             KeyError: a feature is missing.
         """
+        if isinstance(features, Proxy):
+            forward = ManagedCollisionCollection.forward
+            return record_forward(forward, self, features, mutate_miss_lengths)
         modules = self.modules_by_table()
         return change_ids(
             features,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.jagged import JaggedTensor
+from shardwise.jagged.tracing import holds_proxy, record_forward
 
 from .modules import ManagedCollisionModule, padded_borders
 from .policies import MCHEvictionPolicy
@@ -103,6 +104,9 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
 
     def forward(self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True) -> dict[str, JaggedTensor]:
         """Slots in the place of a batch's ids, once it was noted and, at the end of an interval, slots were given."""
+        if holds_proxy(features):
+            forward = MCHManagedCollisionModule.forward
+            return record_forward(forward, self, features, mutate_miss_lengths)  # type: ignore[no-any-return]
         return self.remap(self.profile(self.preprocess(features)))
 
     @property
