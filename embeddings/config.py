@@ -63,7 +63,7 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     for data_type, candidate in _DTYPES.items():
         if candidate == dtype:
             return data_type
-    raise ValueError(f"no trainable table type for {dtype}")
+    raise ValueError(f"Invalid data type {dtype}: no trainable table is of it")
 
 
 # TorchRec's fields that we take in their places and that nothing reads
@@ -193,7 +193,7 @@ def named_tables(configs: list[Any], what: str, kind: type[BaseEmbeddingConfig])
         if not config.name:
             raise ValueError(f"{what}: every table needs a name (rows {config.num_embeddings})")
         if config.name in seen:
-            raise ValueError(f"{what}: two tables are named {config.name!r}")
+            raise ValueError(f"Duplicate table name {config.name}: two tables of {what} have it")
         if "." in config.name or hasattr(_NO_TABLES, config.name):
             raise ValueError(
                 f"table {config.name!r}: a child module cannot have this name (it holds a dot, or nn.ModuleDict has"

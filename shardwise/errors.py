@@ -17,3 +17,7 @@ class RefusedTypeError(TypeError, AssertionError):
 
 class RefusedCallError(RuntimeError, AssertionError):
     """A call at a time when it cannot be; TorchRec raises AssertionError for it."""
+
+
+# as they travel between ranks
+REFUSALS = (RefusedValueError, RefusedTypeError, RefusedCallError)

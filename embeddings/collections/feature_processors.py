@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from shardwise.errors import RefusedValueError
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from shardwise.jagged.tracing import OneNode, record_forward
 from shardwise.kernels import offsets_range
@@ -118,6 +119,11 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         for weight in self.position_weights.values():
             weight.fill_(1.0)
 
+    @property
+    def position_weights_dict(self) -> nn.ParameterDict:
+        """The weights by feature, as TorchRec names them beside `position_weights`: the same parameters, always."""
+        return self.position_weights
+
     def copy(self, device: torch.device | str) -> PositionWeightedModuleCollection:
         """Move the weights to `device`; returns itself, as in TorchRec."""
         return self.to(device)
@@ -193,9 +199,9 @@ class FeatureProcessedEmbeddingBagCollection(OneNode, nn.Module):
     ) -> None:
         super().__init__()
         if not embedding_bag_collection.is_weighted():
-            raise ValueError(
-                "FeatureProcessedEmbeddingBagCollection: feature processors make weights, so the EmbeddingBagCollection"
-                " must have is_weighted=True"
+            raise RefusedValueError(
+                "EmbeddingBagCollection must accept weighted inputs for feature processor, which makes weights: give it"
+                " is_weighted=True"
             )
         self._embedding_bag_collection = embedding_bag_collection
         configs = embedding_bag_collection.embedding_bag_configs()
@@ -207,8 +213,8 @@ class FeatureProcessedEmbeddingBagCollection(OneNode, nn.Module):
             lacking = [name for name in self._feature_names if name not in feature_processors]
             unused = [name for name in feature_processors if name not in self._feature_names]
             if lacking or unused:
-                raise ValueError(
-                    "feature_processors must be those of the collection's features: "
+                raise RefusedValueError(
+                    "Passed in feature processors do not match feature names of embedding bag: "
                     f"none given for {lacking}, no such feature {unused}"
                 )
             _check_names(self._feature_names, nn.ModuleDict())

@@ -9,6 +9,7 @@ from torch import nn
 from torch.fx import Proxy
 
 from shardwise.embeddings.config import BaseEmbeddingConfig
+from shardwise.errors import RefusedValueError
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged.tracing import OneNode, record_forward
 
@@ -79,4 +80,7 @@ def require_tables_of_maps(
         for of in (configs, maps.embedding_configs())
     )
     if own != theirs:
-        raise ValueError(f"{who} has tables {own}, the managed collision collection {theirs}")
+        raise RefusedValueError(
+            f"{who} and Managed Collision Collection must contain the Embedding Configs of the same tables:"
+            f" {own} and {theirs}"
+        )

@@ -10,6 +10,7 @@ from torch.fx import Proxy
 
 from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.embeddings.tables.grouped import pick_features
+from shardwise.errors import RefusedValueError
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 from shardwise.jagged.tracing import OneNode, record_forward
 from shardwise.untrusted import repeated
@@ -53,16 +54,18 @@ class ManagedCollisionCollection(OneNode, nn.Module):
         lacking = [name for name in tables if name not in managed_collision_modules]
         unused = [name for name in managed_collision_modules if name not in tables]
         if lacking or unused:
-            raise ValueError(
-                "managed_collision_modules must be those of the tables: "
-                f"none given for {lacking}, no such table {unused}"
+            words = (
+                f"Table {lacking[0]} is not present in managed_collision_modules, which"
+                if lacking
+                else "managed_collision_modules"
             )
+            raise ValueError(f"{words} must be those of the tables: none given for {lacking}, no such table {unused}")
         for config in embedding_configs:
             slots = managed_collision_modules[config.name].output_size()
             if slots != config.num_embeddings:
-                raise ValueError(
-                    f"table {config.name!r}: its managed collision module has {slots} slots for {config.num_embeddings}"
-                    " rows: give both one size"
+                raise RefusedValueError(
+                    f"max_output_id in managed collision module for {config.name} must match {config.num_embeddings},"
+                    f" the rows of the table: the module has {slots} slots"
                 )
         self._feature_names = [name for config in embedding_configs for name in config.feature_names]
         shared = sorted(repeated(self._feature_names))

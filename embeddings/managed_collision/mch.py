@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shardwise.errors import RefusedValueError
 from shardwise.jagged import JaggedTensor
 from shardwise.jagged.tracing import holds_proxy, record_forward
 
@@ -67,9 +68,15 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         output_segments: list[int] | None = None,
         buckets: int = 1,
     ) -> None:
-        for what, value in (("zch_size", zch_size), ("eviction_interval", eviction_interval)):
+        # TorchRec's words, though an interval of 1 is fine
+        for what, words, value in (
+            ("zch_size", "zch_size must be > 0", zch_size),
+            ("eviction_interval", "eviction_interval must be > 1", eviction_interval),
+        ):
             if value <= 0:
-                raise ValueError(f"managed collision module {name!r}: {what} must be positive, got {value}")
+                raise RefusedValueError(
+                    f"{words}: managed collision module {name!r} needs a positive {what}, got {value}"
+                )
         borders = output_segments or [output_global_offset, output_global_offset + zch_size]
         super().__init__(device, borders)
         if mch_size is not None or mch_hash_func is not None:

@@ -288,7 +288,7 @@ def test_features_may_differ_in_batch_size() -> None:
 def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(ValueError, match=r"none given for \['a'\], no such table \['c'\]"):
         ManagedCollisionCollection({"b": modules()["b"], "c": modules()["a"]}, tables())
-    with pytest.raises(ValueError, match="table 'a': its managed collision module has 8 slots for 4 rows"):
+    with pytest.raises(ValueError, match="for a must match 4, the rows of the table: the module has 8 slots"):
         ManagedCollisionCollection({"a": modules()["b"], "b": modules()["b"]}, tables())
     shared = tables()
     shared[1].feature_names = ["g"]
@@ -301,7 +301,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
             "eviction_policy": LFU_EvictionPolicy(),
             "device": "cpu",
         } | what
-        with pytest.raises(ValueError, match=f"{next(iter(what))} must be positive, got 0"):
+        with pytest.raises(ValueError, match=f"needs a positive {next(iter(what))}, got 0"):
             MCHManagedCollisionModule(**given)
     with pytest.raises(ValueError, match="at most 1024 segments, got 1025"):
         MCHManagedCollisionModule(4, "cpu", LFU_EvictionPolicy(), 1, output_segments=list(range(1026)))
