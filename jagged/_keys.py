@@ -96,7 +96,7 @@ class Order:
         return tensor
 
 
-_BY_NAMES: dict[tuple[str, ...], Keys] = {}
+_BY_NAMES: dict[tuple[object, ...], Keys] = {}
 _BY_LIST: dict[int, Keys] = {}
 
 

@@ -221,8 +221,6 @@ def test_other_errors_are_of_torchrec_s_type(kind: type[Exception], attempt: Cal
     assert isinstance(raised(attempt), kind)
 
 
-@pytest.mark.parametrize("model", [DLRM, DLRM_DCN])
-def test_a_model_of_tables_of_several_dims_is_refused_by_every_class(model: Any) -> None:
-    sizes = (2, 2) if model is DLRM_DCN else ()
-    error = raised(lambda: model(two(8), 3, [4], [5, 1], *sizes))
-    assert isinstance(error, AssertionError)
+@pytest.mark.parametrize(("model", "sizes"), [(DLRM, ()), (DLRM_DCN, (2, 2)), (DLRM_Projection, ([8], [8]))])
+def test_a_model_of_tables_of_several_dims_is_refused_by_every_class(model: Any, sizes: Any) -> None:
+    assert isinstance(raised(lambda: model(two(8), 3, [4], [5, 1], *sizes)), AssertionError)
