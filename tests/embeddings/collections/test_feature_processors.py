@@ -225,7 +225,7 @@ def test_a_processor_of_ones_own_may_change_values() -> None:
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
-    with pytest.raises(ValueError, match="must have is_weighted=True"):
+    with pytest.raises(ValueError, match="give it is_weighted=True"):
         FeatureProcessedEmbeddingBagCollection(ebc(weighted=False), processors("dict"))
     without = {k: v for k, v in processors("dict").items() if k != "g"}
     with pytest.raises(ValueError, match=r"none given for \['g'\], no such feature \['y'\]"):

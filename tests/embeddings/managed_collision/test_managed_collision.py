@@ -303,7 +303,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
         } | what
         with pytest.raises(ValueError, match=f"needs a positive {next(iter(what))}, got 0"):
             MCHManagedCollisionModule(**given)
-    with pytest.raises(ValueError, match="at most 1024 segments, got 1025"):
+    with pytest.raises(ValueError, match="limited to 1024 shards, got 1025 segments"):
         MCHManagedCollisionModule(4, "cpu", LFU_EvictionPolicy(), 1, output_segments=list(range(1026)))
     with pytest.warns(UserWarning, match="mch_size and mch_hash_func have no effect"):
         MCHManagedCollisionModule(4, "cpu", LFU_EvictionPolicy(), 1, mch_size=3)
@@ -440,7 +440,7 @@ def test_gradients_of_tables_without_a_fused_optimizer_reach_the_slots() -> None
 
 def test_a_collection_of_other_tables_is_refused() -> None:
     table = EmbeddingBagConfig(name="a", num_embeddings=ROWS, embedding_dim=8, feature_names=["f", "g"])
-    with pytest.raises(ValueError, match=r"the embedding module has tables \{'a': \(6, 8, .*the managed collision"):
+    with pytest.raises(ValueError, match=r"Configs of the same tables: \{'a': \(6, 8, .* and "):
         ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection([table]), build()._managed_collision_collection)
 
 

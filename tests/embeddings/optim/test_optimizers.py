@@ -218,7 +218,7 @@ def test_dense_rowwise_adagrad_takes_groups_later_and_refuses_what_it_cannot_do(
     with pytest.raises(RuntimeError, match="takes dense gradients"):
         optimizer.step()
     with pytest.raises(
-        ValueError, match="Invalid weight_decay value: -1; weight_decay of RowWiseAdagrad must not be negative"
+        ValueError, match="Invalid weight_decay value: -1.0; weight_decay of RowWiseAdagrad must not be negative"
     ):
         RowWiseAdagrad([first], weight_decay=-1.0)
 
