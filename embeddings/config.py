@@ -63,7 +63,7 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     for data_type, candidate in _DTYPES.items():
         if candidate == dtype:
             return data_type
-    raise ValueError(f"no trainable table type for {dtype}")
+    raise ValueError(f"Invalid data type {dtype}: no trainable table is of it")
 
 
 # TorchRec's fields that we take in their places and that nothing reads
@@ -115,7 +115,8 @@ class BaseEmbeddingConfig:
                 raise ValueError(f"table {self.name!r}: {what} must be a positive int, got {value!r}")
             setattr(self, what, operator.index(value))
         names: Any = self.feature_names
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        # ints are keys too, of batches as TorchRec's users make them
+        if isinstance(names, str) or not all(isinstance(name, (str, int)) for name in names):
             raise ValueError(f"table {self.name!r}: feature_names must be a list of strings, got {names!r}")
         if not isinstance(self.data_type, DataType):
             raise ValueError(
@@ -192,7 +193,7 @@ def named_tables(configs: list[Any], what: str, kind: type[BaseEmbeddingConfig])
         if not config.name:
             raise ValueError(f"{what}: every table needs a name (rows {config.num_embeddings})")
         if config.name in seen:
-            raise ValueError(f"{what}: two tables are named {config.name!r}")
+            raise ValueError(f"Duplicate table name {config.name}: two tables of {what} have it")
         if "." in config.name or hasattr(_NO_TABLES, config.name):
             raise ValueError(
                 f"table {config.name!r}: a child module cannot have this name (it holds a dot, or nn.ModuleDict has"

@@ -119,4 +119,9 @@ def require_one_dim(tables: list[EmbeddingConfig]) -> None:
     """ValueError unless all tables of a sequence collection have one embedding_dim."""
     dims = {config.name: config.embedding_dim for config in tables}
     if len(set(dims.values())) > 1:
-        raise ValueError(f"EmbeddingCollection: all tables need one embedding_dim, got {dims}")
+        first = tables[0].embedding_dim
+        other = next(name for name, dim in dims.items() if dim != first)
+        raise ValueError(
+            "All tables in a EmbeddingCollection are required to have same embedding dimension. Violating case:"
+            f" {other}'s embedding_dim {dims[other]} != {first}; all are {dims}"
+        )

@@ -6,16 +6,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 from itertools import accumulate, chain, pairwise
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
+
+from shardwise.errors import RefusedTypeError, RefusedValueError
 
 INTEGER_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 # of a batch size, which a traced program may not know yet
 _WHOLE = {int, torch.SymInt}
+
+
+# text, or as TorchRec's users also have them, numbers
+KeyNames: TypeAlias = "Sequence[str] | Sequence[int] | KeysView[str] | KeysView[int]"
 
 
 def names(keys: Sequence[str]) -> str:
@@ -24,17 +31,20 @@ def names(keys: Sequence[str]) -> str:
     return f"[{shown}, ... {len(keys)} keys]" if len(keys) > 10 else f"[{shown}]"
 
 
-def check_keys(keys: Sequence[str]) -> list[str]:
-    """A new list of the keys, which must be unique strings."""
-    if not isinstance(keys, (list, tuple)):
+def check_keys(keys: KeyNames) -> list[str]:
+    """A new list of the keys, which must be unique strings or ints (which the type of the result does not say)."""
+    if isinstance(keys, (str, bytes)) or not isinstance(keys, (Sequence, KeysView)):
         raise TypeError(f"keys must be a list of strings, got {type(keys).__name__}")
+    checked: list[str] = []
     for key in keys:
-        if not isinstance(key, str):
-            raise TypeError(f"keys must be strings, got {key!r} ({type(key).__name__})")
-    if len(set(keys)) != len(keys):
-        repeated = [key for key, count in Counter(keys).items() if count > 1]
+        # a bool is an int, and the same key as 0 or 1
+        if not isinstance(key, (str, int)) or isinstance(key, bool):
+            raise TypeError(f"keys must be strings or ints, got {key!r} ({type(key).__name__})")
+        checked.append(cast(str, key))
+    if len(set(checked)) != len(checked):
+        repeated = [key for key, count in Counter(checked).items() if count > 1]
         raise ValueError(f"keys must be unique, repeated: {names(repeated)}")
-    return list(keys)
+    return checked
 
 
 def check_tensor(name: str, tensor: object) -> None:
@@ -62,13 +72,6 @@ def check_values(values: Tensor, weights: Tensor | None) -> None:
     _check_device("weights", weights, values)
 
 
-def check_one_dim(keys: Sequence[str], values: Tensor, weights: Tensor | None) -> None:
-    """ValueError unless values and weights of keys have one dim."""
-    for name, tensor in (("values", values), ("weights", weights)):
-        if tensor is not None and tensor.dim() != 1:
-            raise ValueError(f"{name} of {names(keys)} must be 1-D, got shape {list(tensor.shape)}")
-
-
 def check_capacity(values: Tensor, capacity: int | None) -> None:
     """Values are as many as the capacity says, if it says anything."""
     if capacity is None:
@@ -91,8 +94,11 @@ def check_bags(
     if lengths is not None:
         lengths = _check_integers("lengths", lengths, values, keys)
         bags = lengths.shape[0]
+    elif offsets is None and keys is not None and len(keys) == 0 and values.shape[0] == 0:
+        # no keys have no bags, which need not be said
+        lengths = torch.empty(0, dtype=torch.int64, device=values.device)
     elif offsets is None:
-        raise ValueError("lengths or offsets must be given, got neither")
+        raise RefusedValueError("Must provide lengths or offsets, got neither")
     if offsets is not None:
         offsets = _check_integers("offsets", offsets, values)
         if offsets.shape[0] == 0:
@@ -250,7 +256,9 @@ def _check_integers(name: str, tensor: Tensor, values: Tensor, keys: Sequence[st
     if tensor.shape[0] == 0:
         # torch.tensor([]) is float: it holds nothing to lose
         return tensor.to(torch.int64)
-    raise TypeError(f"{name} must be integers (int32 or int64), got {tensor.dtype}")
+    raise RefusedTypeError(
+        f"{name} must be of integer type, but got {tensor.dtype}: convert them by .to(torch.int64) if they are whole"
+    )
 
 
 def _check_device(name: str, tensor: Tensor, values: Tensor) -> None:

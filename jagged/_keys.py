@@ -15,7 +15,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ._check import check_keys, check_known, check_ranks, check_stride, check_variable_stride, names
+from shardwise.errors import RefusedValueError
+
+from ._check import KeyNames, check_keys, check_known, check_ranks, check_stride, check_variable_stride, names
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -94,12 +96,12 @@ class Order:
         return tensor
 
 
-_BY_NAMES: dict[tuple[str, ...], Keys] = {}
+_BY_NAMES: dict[tuple[object, ...], Keys] = {}
 _BY_LIST: dict[int, Keys] = {}
 
 
-def keys_of(names: Sequence[str]) -> Keys:
-    """The keys of these names, which must be unique strings; TypeError or ValueError if they are not."""
+def keys_of(names: KeyNames) -> Keys:
+    """The keys of these names, which must be unique strings or ints; TypeError or ValueError if they are not."""
     if torch.compiler.is_compiling():
         return Keys(check_keys(names))
     # the list object of the last step, if it still says the same
@@ -216,7 +218,7 @@ class Strides:
         if all(m.sizes is None for m in members):
             if any(m.stride != stride for m in members):
                 sizes = ", ".join(f"{m.stride} for {names(m.keys.names)}" for m in members)
-                raise ValueError(f"cannot join different batch sizes: {sizes}")
+                raise RefusedValueError(f"strides must be consistent for all KJTs, got {sizes}")
             return keys.fixed(stride)
         if len({m.ranks for m in members}) > 1:
             # a fixed batch beside a variable one is a batch of one rank

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
+from ._combine import like
 from ._keys import (
     Columns,
     Keys,
@@ -20,7 +21,7 @@ from ._keys import (
     keys_of,
 )
 from .jagged_tensor import JaggedTensor
-from .keyed_jagged_tensor import KeyedJaggedTensor, like
+from .keyed_jagged_tensor import KeyedJaggedTensor
 from .keyed_tensor import KeyedTensor
 
 _BAGS = ("values", "weights", "lengths", "offsets")

@@ -95,7 +95,10 @@ def join_weights(owners: Sequence[Sequence[str]], weights: Sequence[Tensor | Non
     if len(present) != len(weights):
         having = [key for keys, weight in zip(owners, weights, strict=True) for key in keys if weight is not None]
         lacking = [key for keys, weight in zip(owners, weights, strict=True) for key in keys if weight is None]
-        raise ValueError(f"either all have weights or none: {names(having)} have, {names(lacking)} have not")
+        raise ValueError(
+            f"Can't merge weighted KJT with unweighted KJT, either all have weights or none: {names(having)} have,"
+            f" {names(lacking)} have not"
+        )
     return join_tensors("weights", lambda i: names(owners[i]), present)
 
 
@@ -257,4 +260,7 @@ def _what_is_wrong(strides: Strides, lengths: list[int], offsets: list[int], num
             if after - before != lengths[start + sample]:
                 length = lengths[start + sample]
                 return f"key {key!r}, sample {sample}: length {length}, but its offsets go from {before} to {after}"
-    return f"lengths sum to {offsets[-1]}, values has {num_values}: {num_values - offsets[-1]} left after key {key!r}"
+    return (
+        f"lengths sum to {offsets[-1]}, values has {num_values}: {num_values - offsets[-1]} left after key {key!r}; if"
+        f" these are padding, say so: KeyedJaggedTensor(..., capacity={num_values})"
+    )

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.errors import RefusedValueError
 from shardwise.kernels import jagged_to_padded_dense
 
 from ._check import check_bags, check_tensor, check_values, readable
 from ._segments import contradict, join_tensors, lengths_of, offsets_of
-from .streamable import Pipelineable, Traceable
+from .streamable import Pipelineable
+from .tracing import Traceable
 
 
 class Bags(Traceable, Pipelineable):
@@ -39,7 +41,10 @@ class Bags(Traceable, Pipelineable):
     def weights(self) -> Tensor:
         """Weights [L]. Raises ValueError if there are none."""
         if self._weights is None:
-            raise ValueError(f"this {type(self).__name__} has no weights; weights_or_none() asks without failing")
+            raise RefusedValueError(
+                "This (Keyed)JaggedTensor doesn't have weights. weights_or_none() of a"
+                f" {type(self).__name__} asks without failing"
+            )
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
@@ -96,7 +101,7 @@ class Bags(Traceable, Pipelineable):
 
 
 class JaggedTensor(Bags):
-    """Values [L, ...] in B consecutive bags, with an optional weight for each value.
+    """Values [L, ...] in B consecutive bags, with an optional weight [L] or [L, ...] for each value.
 
     Bags are given by lengths [B] or offsets [B + 1] of an integer dtype; the other is computed when first asked for,
     and kept. Nothing is read on the host: that the lengths add up to L is checked by the methods that must read them.
@@ -131,40 +136,16 @@ class JaggedTensor(Bags):
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> JaggedTensor:
         """One bag per tensor of `values`, [n_i, ...] each. Lengths are int32."""
-        sizes = [value.shape[0] for value in values]
-        if weights is not None:
-            if len(weights) != len(values):
-                raise ValueError(f"weights must be as many as values: got {len(weights)} for {len(values)} samples")
-            for i, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
-                if size != weight.shape[0]:
-                    raise ValueError(f"sample {i}: {weight.shape[0]} weights for {size} values")
-        device = values[0].device if values else None
-        return JaggedTensor(
-            _join_samples("values", values),
-            None if weights is None else _join_samples("weights", weights),
-            torch.tensor(sizes, dtype=torch.int32, device=device),
-        )
+        return _from_dense(values, weights)
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> JaggedTensor:
-        """The first `lengths[b]` entries of each row of `values` [B, N, ...] (and `weights` [B, N]) as bag b.
+        """The first `lengths[b]` entries of each row of `values` [B, N, ...] (and `weights` [B, N, ...]) as bag b.
 
         Syncs with the host once: how many values there are is decided there. Raises ValueError for lengths below 0 or
         above N.
         """
-        check_tensor("values", values)
-        check_tensor("lengths", lengths)
-        if values.dim() < 2 or lengths.shape != values.shape[:1]:
-            raise ValueError(
-                f"values must be [B, N, ...] and lengths [B], got {list(values.shape)} and {list(lengths.shape)}"
-            )
-        if weights is not None and weights.shape != values.shape[:2]:
-            raise ValueError(f"weights must be {list(values.shape[:2])} as values are, got {list(weights.shape)}")
-        batch, width = values.shape[:2]
-        if batch and not 0 <= (extremes := torch.stack(lengths.aminmax()).tolist())[0] <= extremes[1] <= width:
-            raise ValueError(f"lengths must be between 0 and {width}, got {extremes[0]} to {extremes[1]}")
-        kept = torch.arange(width, device=lengths.device) < lengths[:, None]
-        return JaggedTensor(values[kept], None if weights is None else weights[kept], lengths)
+        return _from_dense_lengths(values, lengths, weights)
 
     @staticmethod
     def empty(
@@ -305,6 +286,40 @@ class JaggedTensor(Bags):
         if self._weights is None:
             text = f"{{\n    {text}\n}}"
         return f"JaggedTensor({text})\n"
+
+
+@torch.fx.wrap
+def _from_dense(values: list[Tensor], weights: list[Tensor] | None) -> JaggedTensor:
+    sizes = [value.shape[0] for value in values]
+    if weights is not None:
+        if len(weights) != len(values):
+            raise ValueError(f"weights must be as many as values: got {len(weights)} for {len(values)} samples")
+        for i, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+            if size != weight.shape[0]:
+                raise ValueError(f"sample {i}: {weight.shape[0]} weights for {size} values")
+    device = values[0].device if values else None
+    return JaggedTensor(
+        _join_samples("values", values),
+        None if weights is None else _join_samples("weights", weights),
+        torch.tensor(sizes, dtype=torch.int32, device=device),
+    )
+
+
+@torch.fx.wrap
+def _from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None) -> JaggedTensor:
+    check_tensor("values", values)
+    check_tensor("lengths", lengths)
+    if values.dim() < 2 or lengths.shape != values.shape[:1]:
+        raise ValueError(
+            f"values must be [B, N, ...] and lengths [B], got {list(values.shape)} and {list(lengths.shape)}"
+        )
+    if weights is not None and weights.shape[:2] != values.shape[:2]:
+        raise ValueError(f"weights must be {list(values.shape[:2])} as values are, got {list(weights.shape)}")
+    batch, width = values.shape[:2]
+    if batch and not 0 <= (extremes := torch.stack(lengths.aminmax()).tolist())[0] <= extremes[1] <= width:
+        raise ValueError(f"lengths must be between 0 and {width}, got {extremes[0]} to {extremes[1]}")
+    kept = torch.arange(width, device=lengths.device) < lengths[:, None]
+    return JaggedTensor(values[kept], None if weights is None else weights[kept], lengths)
 
 
 def copy_tensors(

@@ -1,37 +1,39 @@
 """The sparse input of a recommender: for each key (feature) a batch of bags of ids, all in one flat tensor.
 
-Shapes: values [L], weights [L], lengths [bags], offsets [bags + 1]. Bags are key-major: all of the first key's batch,
-then the second's. Each key has its own batch size, its stride; most often they are all the same.
+Shapes: values [L] or rows [L, ...], weights [L] or [L, ...], lengths [bags], offsets [bags + 1]. Bags are key-major:
+all of the first key's batch, then the second's. Each key has its own batch size, its stride; most often they are all
+the same.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from shardwise.errors import RefusedValueError
 from shardwise.kernels import capturing, complete_cumsum, permute_1d, permute_2d, permute_segments
 
-from . import _convert
+from . import _combine, _convert
 from ._check import (
+    KeyNames,
     check_bags,
     check_capacity,
     check_inverse,
     check_known,
     check_length_per_key,
-    check_one_dim,
     check_stride,
     check_validate,
     check_values,
     names,
     readable,
 )
+from ._combine import InverseIndices, inverse_of, like
 from ._keys import (
-    Keys,
     Order,
     Strides,
     dist_labels,
@@ -51,11 +53,12 @@ from ._segments import (
 )
 from .jagged_tensor import Bags, JaggedTensor, bags_text, copy_tensors, keyed_text
 
-InverseIndices = tuple[list[str], Tensor]
-
 
 class KeyedJaggedTensor(Bags):
     """Values [L] in consecutive bags, the bags in consecutive keys, with an optional weight for each value.
+
+    Keys are strings, or ints as TorchRec's users have them. Values may be dense rows, [L, ...], and so may weights:
+    they travel with their bags wherever ids do. A lookup takes ids, [L], alone.
 
     Give lengths [bags] (or [keys, batch]) or offsets [bags + 1]. Without `stride` the bags are shared out evenly over
     the keys. `stride_per_key_per_rank`, a list [keys][ranks] or an int tensor on the cpu, gives each key its own batch
@@ -91,7 +94,7 @@ class KeyedJaggedTensor(Bags):
 
     def __init__(
         self,
-        keys: Sequence[str],
+        keys: KeyNames,
         values: Tensor,
         weights: Tensor | None = None,
         lengths: Tensor | None = None,
@@ -111,7 +114,6 @@ class KeyedJaggedTensor(Bags):
     ) -> None:
         checked = keys_of(keys)
         check_values(values, weights)
-        check_one_dim(checked.names, values, weights)
         if capacity is not None:
             check_capacity(values, capacity)
             self._capacity = capacity
@@ -143,7 +145,7 @@ class KeyedJaggedTensor(Bags):
 
     @staticmethod
     def from_lengths_sync(
-        keys: Sequence[str],
+        keys: KeyNames,
         values: Tensor,
         lengths: Tensor,
         weights: Tensor | None = None,
@@ -164,7 +166,7 @@ class KeyedJaggedTensor(Bags):
 
     @staticmethod
     def from_offsets_sync(
-        keys: Sequence[str],
+        keys: KeyNames,
         values: Tensor,
         offsets: Tensor,
         weights: Tensor | None = None,
@@ -190,7 +192,7 @@ class KeyedJaggedTensor(Bags):
         No host sync: how many values a key has is the size of its values. On the cpu its lengths must sum to that;
         on a device they are taken at their word until `sync`.
 
-        Raises ValueError if only some have weights, if values are not 1-D, mix integers and floats, or devices.
+        Raises ValueError if only some have weights, if values mix integers and floats, or devices.
         """
         return _from_jt_dict(jt_dict)
 
@@ -259,7 +261,7 @@ class KeyedJaggedTensor(Bags):
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
         """Without `device` no keys and no values, but the batch size and dtypes of `kjt`. With it a batch of the same
         keys and shapes there, its tensors not yet written, for `copy_`."""
-        return _empty_like(kjt, device)
+        return _combine.empty_like(kjt, device)
 
     @staticmethod
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
@@ -270,7 +272,7 @@ class KeyedJaggedTensor(Bags):
         Raises ValueError for an empty list, keys in two members, different fixed batch sizes, or weights or inverse
         indices on some only.
         """
-        return _concat(kjt_list)
+        return _combine.concat(kjt_list)
 
     def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> KeyedJaggedTensor:
         """Copy the numbers of `kjt` in place; what is known on the host comes along.
@@ -333,7 +335,9 @@ class KeyedJaggedTensor(Bags):
         Raises ValueError if there are none.
         """
         if self._inverse is None:
-            raise ValueError("this KeyedJaggedTensor has no inverse indices; inverse_indices_or_none() does not fail")
+            raise RefusedValueError(
+                "This KJT doesn't have inverse indices; inverse_indices_or_none() asks without failing"
+            )
         return list(self._inverse[0]), self._inverse[1]
 
     def inverse_indices_or_none(self) -> InverseIndices | None:
@@ -438,7 +442,7 @@ class KeyedJaggedTensor(Bags):
             pieces.append(
                 like(
                     self, strides.pick(order), values[i], weights[i] if weights else None, lengths[i],
-                    known[a:b], self._checked, None if self._inverse is None else _inverse_of(self._inverse, order),
+                    known[a:b], self._checked, None if self._inverse is None else inverse_of(self._inverse, order),
                 )
             )  # fmt: skip
         return pieces
@@ -453,7 +457,7 @@ class KeyedJaggedTensor(Bags):
         if indices_tensor is not None and indices_tensor.numel() != len(indices):
             raise ValueError(f"indices_tensor has {indices_tensor.numel()} entries for {len(indices)} indices")
         strides = self._strides.pick(order)
-        inverse = None if self._inverse is None else _inverse_of(self._inverse, order)
+        inverse = None if self._inverse is None else inverse_of(self._inverse, order)
         if not indices:
             nothing = None if self._weights is None else self._weights[:0]
             return like(self, strides, self._values[:0], nothing, self.lengths()[:0], [], True, inverse)
@@ -595,41 +599,7 @@ class KeyedJaggedTensor(Bags):
         (rank, key) segments [ranks * keys], or where fixed batch sizes differ between ranks their bags, make up the
         result; None where they lie so already. With `stagger` > 1 ranks came in that many interleaved groups.
         """
-        needed = 3 if variable_stride_per_key else 2
-        if len(tensors) not in (needed, needed + 1):
-            all_labels = ", ".join(dist_labels(variable_stride_per_key, True))
-            raise ValueError(f"dist_init needs {needed} or {needed + 1} tensors ({all_labels}), got {len(tensors)}")
-        lengths, values = tensors[0], tensors[1]
-        weights = tensors[-1] if len(tensors) > needed else None
-        total = values.shape[0]
-        if variable_stride_per_key:
-            strides = tensors[2]
-            table = strides.view(num_workers, len(keys)).T if strides.numel() else strides.new_zeros(len(keys), 1)
-            sizes = None
-            if strides.numel():
-                ends = complete_cumsum(lengths)[complete_cumsum(strides)].diff()
-                sizes = ends.view(num_workers, len(keys)).sum(0)
-                if recat is not None:
-                    _, values, weights = permute_1d(recat, ends, values, weights, permuted_lengths_sum=total)
-                    _, lengths, _ = permute_1d(recat, strides, lengths, permuted_lengths_sum=lengths.shape[0])
-            if stagger > 1:
-                table = table[:, torch.arange(num_workers, device=table.device).view(stagger, -1).T.flatten()]
-            # host sync: batch sizes and counts are known on the host of every batch
-            per_rank, known = table.cpu(), None if sizes is None else sizes.tolist()
-            return KeyedJaggedTensor(
-                keys, values, weights, lengths, stride_per_key_per_rank=per_rank, length_per_key=known
-            )
-        if stride_per_rank is None:
-            raise ValueError("dist_init needs stride_per_rank, the batch size of each rank")
-        if recat is not None and lengths.shape[0]:
-            stride = stride_per_rank[0]
-            if all(n == stride for n in stride_per_rank):
-                lengths, values, weights = permute_2d(
-                    recat, lengths.view(-1, stride), values, weights, permuted_lengths_sum=total
-                )
-            else:
-                lengths, values, weights = permute_1d(recat, lengths, values, weights, permuted_lengths_sum=total)
-        return KeyedJaggedTensor(keys, values, weights, lengths.view(-1), stride=sum(stride_per_rank)).sync()
+        return _dist_init(keys, tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger)
 
     def _in_bags(self) -> tuple[Tensor, Tensor | None]:
         """Values and weights without padding; reads `length_per_key` if there may be any."""
@@ -685,83 +655,8 @@ class KeyedJaggedTensor(Bags):
         )
 
 
-def like(
-    whole: KeyedJaggedTensor | type[KeyedJaggedTensor],
-    strides: Strides,
-    values: Tensor,
-    weights: Tensor | None,
-    lengths: Tensor | None,
-    length_per_key: list[int] | None,
-    checked: bool,
-    inverse: InverseIndices | None,
-) -> KeyedJaggedTensor:
-    """A batch of the same type, without a check."""
-    piece: KeyedJaggedTensor = object.__new__(whole if isinstance(whole, type) else type(whole))
-    piece._strides = strides
-    piece._values = values
-    piece._weights = weights
-    piece._lengths = lengths
-    piece._length_per_key = length_per_key
-    piece._checked = checked
-    piece._inverse = inverse
-    return piece
-
-
 # numbers on a device that captured graphs read
 _CAPTURED: set[Tensor] = set()
-
-
-def _inverse_of(inverse: InverseIndices, order: Order) -> InverseIndices:
-    """The rows of inverse indices that the keys of an order have; what is left of repeated keys is one row."""
-    at = {key: row for row, key in enumerate(inverse[0])}
-    picked = list(dict.fromkeys(order.keys.names))
-    rows = torch.tensor([at[key] for key in picked], dtype=torch.int64, device="cpu")  # [picked]
-    return picked, inverse[1][rows.to(inverse[1].device, non_blocking=True)]
-
-
-@torch.fx.wrap
-def _concat(members: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    if not members:
-        raise ValueError("concat needs at least one KeyedJaggedTensor, got an empty list")
-    members = [kjt for kjt in members if kjt._strides.keys.names] or members[:1]
-    strides = Strides.join([kjt._strides for kjt in members])
-
-    def label(i: int) -> str:
-        return names(members[i]._strides.keys.names)
-
-    # one pass over the members: with few of them this is as long as the copies take
-    values: list[Tensor] = []
-    weights: list[Tensor | None] = []
-    lengths: list[Tensor] = []
-    known: list[list[int] | None] = []
-    checked, weighted, inverse = True, False, False
-    for kjt in members:
-        of_member, its_weights = (kjt._values, kjt._weights) if kjt._capacity is None else kjt._in_bags()
-        values.append(of_member)
-        weights.append(its_weights)
-        lengths.append(kjt.lengths() if kjt._lengths is None else kjt._lengths)
-        known.append(kjt._length_per_key)
-        checked = checked and kjt._checked
-        weighted = weighted or its_weights is not None
-        inverse = inverse or kjt._inverse is not None
-    joined_values = join_tensors("values", label, values)
-    joined_weights = join_weights([kjt._strides.keys.names for kjt in members], weights) if weighted else None
-    sizes = None if None in known else list(chain.from_iterable(n or () for n in known))
-    joined_inverse = _join_inverse(members) if inverse else None
-    return like(members[0], strides, joined_values, joined_weights, torch.cat(lengths), sizes, checked, joined_inverse)
-
-
-def _join_inverse(members: Sequence[KeyedJaggedTensor]) -> InverseIndices | None:
-    inverse = [kjt._inverse for kjt in members if kjt._inverse is not None]
-    if not inverse:
-        return None
-    if len(inverse) != len(members):
-        lacking = [name for kjt in members if kjt._inverse is None for name in kjt._strides.keys.names]
-        raise ValueError(f"either all have inverse indices or none: {names(lacking)} have not")
-    batches = sorted({rows.shape[1] for _, rows in inverse})
-    if len(batches) > 1:
-        raise ValueError(f"cannot join inverse indices of full batches of {batches}")
-    return [key for keys, _ in inverse for key in keys], torch.cat([rows for _, rows in inverse])
 
 
 @torch.fx.wrap
@@ -770,9 +665,7 @@ def _from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
     if not keys.names:
         return KeyedJaggedTensor.empty()
     values, lengths, sizes, batches = [], [], [], []
-    for key, jt in jt_dict.items():
-        if jt._values.dim() != 1:
-            raise ValueError(f"values of {key!r} must be 1-D, got shape {list(jt._values.shape)}")
+    for jt in jt_dict.values():
         values.append(jt._values)
         sizes.append(jt._values.shape[0])
         lengths.append(length := jt.lengths())
@@ -790,10 +683,45 @@ def _from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
 
 
 @torch.fx.wrap
-def _empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None) -> KeyedJaggedTensor:
-    if device is not None:
-        return kjt._map(lambda tensor: torch.empty_like(tensor, device=device))
-    nothing = Strides(Keys([]), kjt._strides.stride)
-    weights = None if kjt._weights is None else kjt._weights.new_empty(0)
-    inverse: InverseIndices | None = None if kjt._inverse is None else ([], kjt._inverse[1][:0])
-    return like(kjt, nothing, kjt._values.new_empty(0), weights, kjt.lengths().new_empty(0), [], True, inverse)
+def _dist_init(
+    keys: list[str],
+    tensors: list[Tensor],
+    variable_stride_per_key: bool,
+    num_workers: int,
+    recat: Tensor | None,
+    stride_per_rank: list[int] | None,
+    stagger: int,
+) -> KeyedJaggedTensor:
+    needed = 3 if variable_stride_per_key else 2
+    if len(tensors) not in (needed, needed + 1):
+        all_labels = ", ".join(dist_labels(variable_stride_per_key, True))
+        raise RefusedValueError(f"dist_init needs {needed} or {needed + 1} tensors ({all_labels}), got {len(tensors)}")
+    lengths, values = tensors[0], tensors[1]
+    weights = tensors[-1] if len(tensors) > needed else None
+    total = values.shape[0]
+    if variable_stride_per_key:
+        strides = tensors[2]
+        table = strides.view(num_workers, len(keys)).T if strides.numel() else strides.new_zeros(len(keys), 1)
+        sizes = None
+        if strides.numel():
+            ends = complete_cumsum(lengths)[complete_cumsum(strides)].diff()
+            sizes = ends.view(num_workers, len(keys)).sum(0)
+            if recat is not None:
+                _, values, weights = permute_1d(recat, ends, values, weights, permuted_lengths_sum=total)
+                _, lengths, _ = permute_1d(recat, strides, lengths, permuted_lengths_sum=lengths.shape[0])
+        if stagger > 1:
+            table = table[:, torch.arange(num_workers, device=table.device).view(stagger, -1).T.flatten()]
+        # host sync: batch sizes and counts are known on the host of every batch
+        per_rank, known = table.cpu(), None if sizes is None else sizes.tolist()
+        return KeyedJaggedTensor(keys, values, weights, lengths, stride_per_key_per_rank=per_rank, length_per_key=known)
+    if stride_per_rank is None:
+        raise RefusedValueError("dist_init needs stride_per_rank, the batch size of each rank")
+    if recat is not None and lengths.shape[0]:
+        stride = stride_per_rank[0]
+        if all(n == stride for n in stride_per_rank):
+            lengths, values, weights = permute_2d(
+                recat, lengths.view(-1, stride), values, weights, permuted_lengths_sum=total
+            )
+        else:
+            lengths, values, weights = permute_1d(recat, lengths, values, weights, permuted_lengths_sum=total)
+    return KeyedJaggedTensor(keys, values, weights, lengths.view(-1), stride=sum(stride_per_rank)).sync()

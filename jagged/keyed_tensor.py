@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shardwise.errors import RefusedValueError
 from shardwise.kernels import RegroupPlan, plan_regroup, regroup
 
-from ._check import check_keys, check_known, check_tensor, names
+from ._check import KeyNames, check_keys, check_known, check_tensor, names
 from ._keys import Columns, keys_of
 from .jagged_tensor import keyed_text, summary
-from .streamable import Pipelineable, Traceable
+from .streamable import Pipelineable
+from .tracing import Traceable
 
 
 class KeyedTensor(Traceable, Pipelineable):
@@ -35,7 +37,7 @@ class KeyedTensor(Traceable, Pipelineable):
 
     def __init__(
         self,
-        keys: Sequence[str],
+        keys: KeyNames,
         length_per_key: Sequence[int],
         values: Tensor,
         key_dim: int = 1,
@@ -72,14 +74,9 @@ class KeyedTensor(Traceable, Pipelineable):
         return kt
 
     @staticmethod
-    def from_tensor_list(
-        keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1
-    ) -> KeyedTensor:
+    def from_tensor_list(keys: KeyNames, tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1) -> KeyedTensor:
         """One key per tensor: lengths are sizes of `key_dim`, tensors are concatenated along `cat_dim`."""
-        if len(keys) != len(tensors):
-            raise ValueError(f"{len(keys)} keys {names(keys)} but {len(tensors)} tensors")
-        values = torch.cat(list(tensors), dim=cat_dim) if tensors else torch.empty(0, 0)
-        return KeyedTensor(keys, [tensor.shape[key_dim] for tensor in tensors], values, key_dim)
+        return _from_tensor_list(keys, tensors, key_dim, cat_dim)
 
     def keys(self) -> list[str]:
         """Keys, in the order of their values."""
@@ -149,7 +146,9 @@ class KeyedTensor(Traceable, Pipelineable):
     ) -> dict[str, Tensor]:
         """`regroup`, with a name for each group."""
         if len(groups) != len(keys):
-            raise ValueError(f"{len(groups)} groups but {len(keys)} keys {names(keys)} to name them")
+            raise RefusedValueError(
+                f"Groups and keys should have same length: {len(groups)} groups but {len(keys)} keys {names(keys)}"
+            )
         return _named(check_keys(keys), _regroup(keyed_tensors, groups))
 
     def __repr__(self) -> str:
@@ -168,6 +167,14 @@ def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> li
 def permute_multi_embedding(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
     """`KeyedTensor.regroup` under the name of the op that TorchRec runs for it."""
     return KeyedTensor.regroup(keyed_tensors, groups)
+
+
+@torch.fx.wrap
+def _from_tensor_list(keys: KeyNames, tensors: Sequence[Tensor], key_dim: int, cat_dim: int) -> KeyedTensor:
+    if len(keys) != len(tensors):
+        raise ValueError(f"{len(keys)} keys {names(check_keys(keys))} but {len(tensors)} tensors")
+    values = torch.cat(list(tensors), dim=cat_dim) if tensors else torch.empty(0, 0)
+    return KeyedTensor(keys, [tensor.shape[key_dim] for tensor in tensors], values, key_dim)
 
 
 @torch.fx.wrap

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.errors import RefusedValueError
 from shardwise.kernels import RegroupPlan
 
 from ._check import check_keys, names
@@ -17,6 +18,7 @@ from ._keys import Columns
 from .jagged_tensor import JaggedTensor
 from .keyed_jagged_tensor import KeyedJaggedTensor
 from .keyed_tensor import KeyedTensor, plan_of, regroup_by
+from .tracing import OneNode, holds_proxy, record_forward
 
 
 class ComputeKJTToJTDict(torch.nn.Module):
@@ -35,7 +37,7 @@ class ComputeJTDictToKJT(torch.nn.Module):
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
-class KTRegroupAsDict(torch.nn.Module):
+class KTRegroupAsDict(OneNode, torch.nn.Module):
     """`KeyedTensor.regroup_as_dict` as a module: `groups` of keys, and for each the key of its output.
 
     How the columns move is worked out at the first call and again when the inputs' keys or widths change. `emb_dtype`,
@@ -54,7 +56,9 @@ class KTRegroupAsDict(torch.nn.Module):
     ) -> None:
         super().__init__()
         if len(groups) != len(keys):
-            raise ValueError(f"{len(groups)} groups but {len(keys)} keys {names(keys)} to name them")
+            raise RefusedValueError(
+                f"Groups and keys should have same length: {len(groups)} groups but {len(keys)} keys {names(keys)}"
+            )
         self._groups = [list(group) for group in groups]
         self._keys = check_keys(keys)
         self._dtype = None if emb_dtype is None else _dtype_of(emb_dtype)
@@ -63,6 +67,8 @@ class KTRegroupAsDict(torch.nn.Module):
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
         """One tensor per group: the values of its keys side by side."""
+        if holds_proxy(keyed_tensors):
+            return record_forward(KTRegroupAsDict.forward, self, keyed_tensors)  # type: ignore[no-any-return]
         columns = [kt._columns for kt in keyed_tensors]
         plan = self._plan
         if plan is None or len(columns) != len(self._columns) or any(map(_differ, columns, self._columns)):

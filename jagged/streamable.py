@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
 
 import torch
-from torch.fx import Proxy
-
-# a torch without this name fails here; the flag behind it became thread-local in 2.15, and looking for it found nothing
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 
 class Multistreamable(abc.ABC):
@@ -26,14 +21,3 @@ class Pipelineable(Multistreamable):
     @abc.abstractmethod
     def to(self, device: torch.device, non_blocking: bool) -> Pipelineable:
         """A copy on `device`."""
-
-
-class Traceable:
-    """A type whose construction from proxies `torch.fx` records instead of running it."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if is_fx_symbolic_tracing():
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Proxy):
-                    return value.tracer.create_proxy("call_function", cls, args, kwargs)
-        return object.__new__(cls)

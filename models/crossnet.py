@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.errors import RefusedValueError
+
 
 def _weights(layers: int, *shape: int) -> nn.ParameterList:
     """A matrix, or a stack of them, for each layer."""
@@ -35,7 +37,8 @@ def _biases(layers: int, *shape: int) -> nn.ParameterList:
 def _require_positive(who: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{who}: {name} must be at least 1, got {size}")
+            words = "Low rank" if name == "low_rank" else name
+            raise RefusedValueError(f"{words} must be larger or equal to 1: {name} of {who} is {size}")
 
 
 class CrossNet(nn.Module):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardwise.embeddings import EmbeddingBagCollection, embedding_names_by_table
+from shardwise.errors import RefusedValueError
 
 from .mlp import MLP
 
@@ -36,10 +37,10 @@ class SparseArch(nn.Module):
         super().__init__()
         configs = embedding_bag_collection.embedding_bag_configs()
         if not configs:
-            raise ValueError("SparseArch: embedding_bag_collection has no tables")
+            raise RefusedValueError("At least one embedding bag is required: embedding_bag_collection has no tables")
         dims = {config.name: config.embedding_dim for config in configs}
         if len(set(dims.values())) > 1:
-            raise ValueError(f"SparseArch: all tables must have one embedding_dim, got {dims}")
+            raise RefusedValueError(f"All EmbeddingBagConfigs must have the same dimension, got {dims}")
         self.embedding_bag_collection = embedding_bag_collection
         self.D: int = configs[0].embedding_dim
         # the keys of the collection's output
@@ -107,7 +108,9 @@ class OverArch(nn.Module):
     def __init__(self, in_features: int, layer_sizes: Sequence[int], device: torch.device | str | None = None) -> None:
         super().__init__()
         if len(layer_sizes) < 2:
-            raise ValueError(f"OverArch: layer_sizes needs at least two layers, got {list(layer_sizes)}")
+            raise ValueError(
+                f"OverArch must have multiple layers. layer_sizes needs at least two, got {list(layer_sizes)}"
+            )
         self.model = nn.Sequential(
             MLP(in_features, layer_sizes[:-1], device=device),
             nn.Linear(layer_sizes[-2], layer_sizes[-1], device=device),
@@ -137,8 +140,8 @@ class DLRM(nn.Module):
         dim, features = self.sparse_arch.D, self.sparse_arch.F
         if not dense_arch_layer_sizes or dense_arch_layer_sizes[-1] != dim:
             raise ValueError(
-                f"DLRM: the last of dense_arch_layer_sizes must be the tables' embedding_dim {dim}, "
-                f"got {list(dense_arch_layer_sizes)}"
+                f"embedding_bag_collection dimension ({dim}) and final dense arch layer size must match: the last of"
+                f" dense_arch_layer_sizes must be the tables' embedding_dim, got {list(dense_arch_layer_sizes)}"
             )
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
         self.inter_arch: nn.Module = InteractionArch(features).to(dense_device)

@@ -120,9 +120,10 @@ class DLRM_Projection(DLRM):
             ("interaction_branch2_layer_sizes", interaction_branch2_layer_sizes),
         ):
             if not sizes or sizes[-1] % dim:
+                branch, last = name.split("_")[1], sizes[-1] if sizes else 0
                 raise ValueError(
-                    f"DLRM_Projection: the last of {name} must be a multiple of the tables' embedding_dim {dim}, "
-                    f"got {list(sizes)}"
+                    f"Final interaction {branch} layer size ({last}) is not a multiple of embedding"
+                    f" size ({dim}): the last of {name} must be one, got {list(sizes)}"
                 )
             branches.append(DenseArch((features + 1) * dim, sizes, device=dense_device))
             products *= sizes[-1] // dim

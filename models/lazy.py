@@ -30,8 +30,8 @@ class LazyModuleExtensionMixin(LazyModuleMixin):
         """
         if hasattr(self, "_initialize_hook"):
             raise RuntimeError(
-                f"{type(self).__name__} has parameters without shapes: run a forward first, or use lazy_apply, which"
-                " applies the function after it"
+                f"Module {type(self).__name__} has not been initialized. Its parameters have no shapes: run a forward"
+                " first, or use lazy_apply, which applies the function after it"
             )
         applied: nn.Module = super().apply(fn)  # type: ignore[misc]
         return applied

@@ -13,8 +13,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
+from shardwise.jagged.tracing import record_forward
 from shardwise.kernels import configs
 from shardwise.kernels._op import INTERPRETED, capturing, next_power_of_2, runs_kernel
 from shardwise.kernels.features import ORDER, launch_order
@@ -100,8 +102,10 @@ class EmbeddingBagCollection(TableCollection, PooledTables):
                 and there are no inverse indices.
             TypeError: ids are not int32 or int64.
         """
+        if isinstance(features, Proxy):
+            return record_forward(EmbeddingBagCollection.forward, self, features)
         who = type(self).__name__
-        require_features(features, who, self._is_weighted)
+        features = require_features(features, who, self._is_weighted)
         require_full_batch(features, who)
         inverse = inverse_or_none(features, self._all_features)
         pooled = self._lookup(pad_strides(features), self._pooled)

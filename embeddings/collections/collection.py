@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.errors import RefusedValueError
 from shardwise.jagged import KeyedJaggedTensor
 
 from ..config import (
@@ -417,13 +418,44 @@ def require_batch(features: object, who: str, weighted: bool) -> None:
         )
 
 
+_ID_DTYPES = frozenset({torch.int64, torch.int32})
+
+
 def require_features(features: object, who: str, weighted: bool) -> KeyedJaggedTensor:
-    """As `require_batch`, but features may differ in batch size; returns them."""
+    """As `require_batch`, but features may differ in batch size; returns them, with ids."""
     if not isinstance(features, KeyedJaggedTensor):
         raise TypeError(f"{who} takes a KeyedJaggedTensor, got {type(features).__name__}")
-    if weighted and features.weights_or_none() is None:
-        raise ValueError("this collection is weighted: the batch must carry per-id weights")
-    return features
+    if weighted:
+        weights = features.weights_or_none()
+        if weights is None:
+            raise RefusedValueError(
+                "This (Keyed)JaggedTensor doesn't have weights. This collection is weighted: the batch must carry"
+                " per-id weights"
+            )
+        if weights.ndim != 1:
+            raise ValueError(f"{who} takes a weight for each id, got weights of shape {list(weights.shape)}")
+    values = features._values
+    if values.ndim == 1 and values.dtype in _ID_DTYPES:
+        return features
+    if values.ndim != 1:
+        raise ValueError(
+            f"{who} looks ids up, [N]: got values of shape {list(values.shape)} for {features.keys()}; rows that travel"
+            " as values are read by to_dict()"
+        )
+    # torch.tensor([]) is float: it holds no ids
+    return features if values.shape[0] else without_ids(features)
+
+
+def without_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """A batch without values, of whatever dtype, as one without ids."""
+    variable = features.variable_stride_per_key()
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(
+        features.keys(), features.values().new_empty(0, dtype=torch.int64),
+        None if weights is None else weights.new_empty(0), features.lengths(), stride=features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+        inverse_indices=features.inverse_indices_or_none(), capacity=features.capacity(),
+    )  # fmt: skip
 
 
 # collections that a DistributedDataParallel holds, and which

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
+from shardwise.errors import RefusedValueError
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.jagged.tracing import OneNode, record_forward
 from shardwise.kernels import offsets_range
 
 from ..tables.variable_batch import (
@@ -26,7 +29,7 @@ from ..tables.variable_batch import (
 from .bag_collection import EmbeddingBagCollection
 
 
-class FeatureProcessor(nn.Module, abc.ABC):
+class FeatureProcessor(OneNode, nn.Module, abc.ABC):
     """A transform of one feature: `forward` takes its JaggedTensor and returns another, with weights.
 
     A class that sets `only_weighs = True` itself promises that values and bags stay: pipelines may then send the ids
@@ -40,7 +43,7 @@ class FeatureProcessor(nn.Module, abc.ABC):
         """The feature as its lookup is to see it."""
 
 
-class FeatureProcessorsCollection(nn.Module, abc.ABC):
+class FeatureProcessorsCollection(OneNode, nn.Module, abc.ABC):
     """A transform of a whole batch: `forward` takes a KeyedJaggedTensor and returns another, with weights.
 
     `only_weighs` as in `FeatureProcessor`.
@@ -81,6 +84,8 @@ class PositionWeightedModule(FeatureProcessor):
             IndexError: on the CPU, a bag is longer than `max_feature_length`; names sample, length and maximum. On
                 CUDA, where a look would be a host sync, a device-side assertion, as torch's own indexing has it.
         """
+        if isinstance(features, Proxy):
+            return record_forward(PositionWeightedModule.forward, self, features)  # type: ignore[no-any-return]
         return weigh_by_position(features, self.position_weight)
 
 
@@ -114,6 +119,11 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         for weight in self.position_weights.values():
             weight.fill_(1.0)
 
+    @property
+    def position_weights_dict(self) -> nn.ParameterDict:
+        """The weights by feature, as TorchRec names them beside `position_weights`: the same parameters, always."""
+        return self.position_weights
+
     def copy(self, device: torch.device | str) -> PositionWeightedModuleCollection:
         """Move the weights to `device`; returns itself, as in TorchRec."""
         return self.to(device)
@@ -126,6 +136,8 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
                 maximum. On CUDA, where a look would be a host sync, a device-side assertion, as torch's own indexing
                 has it.
         """
+        if isinstance(features, Proxy):
+            return record_forward(PositionWeightedModuleCollection.forward, self, features)
         keys, sizes = features.keys(), features.length_per_key()
         count, padded = sum(sizes), features.values().shape[0]
         listed = [key for key in keys if key in self.max_feature_lengths]
@@ -157,10 +169,12 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The batch with each feature processed; batch sizes and inverse indices stay what they are."""
+        if isinstance(features, Proxy):
+            return record_forward(FeatureProcessorDictWrapper.forward, self, features)
         return _process(features, self._feature_processors, features.keys())
 
 
-class FeatureProcessedEmbeddingBagCollection(nn.Module):
+class FeatureProcessedEmbeddingBagCollection(OneNode, nn.Module):
     """A weighted `EmbeddingBagCollection` whose features are processed first.
 
     Args:
@@ -185,9 +199,9 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
     ) -> None:
         super().__init__()
         if not embedding_bag_collection.is_weighted():
-            raise ValueError(
-                "FeatureProcessedEmbeddingBagCollection: feature processors make weights, so the EmbeddingBagCollection"
-                " must have is_weighted=True"
+            raise RefusedValueError(
+                "EmbeddingBagCollection must accept weighted inputs for feature processor, which makes weights: give it"
+                " is_weighted=True"
             )
         self._embedding_bag_collection = embedding_bag_collection
         configs = embedding_bag_collection.embedding_bag_configs()
@@ -199,8 +213,8 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
             lacking = [name for name in self._feature_names if name not in feature_processors]
             unused = [name for name in feature_processors if name not in self._feature_names]
             if lacking or unused:
-                raise ValueError(
-                    "feature_processors must be those of the collection's features: "
+                raise RefusedValueError(
+                    "Passed in feature processors do not match feature names of embedding bag: "
                     f"none given for {lacking}, no such feature {unused}"
                 )
             _check_names(self._feature_names, nn.ModuleDict())
@@ -214,6 +228,8 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
                 them; an IndexError of a processor names its feature.
         """
         processors = self._feature_processors
+        if isinstance(features, Proxy) and not isinstance(processors, FeatureProcessorsCollection):
+            return record_forward(FeatureProcessedEmbeddingBagCollection.forward, self, features)
         if isinstance(processors, FeatureProcessorsCollection):
             processed = processors(features)
         else:

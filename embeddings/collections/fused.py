@@ -21,8 +21,13 @@ class _Fused(TableCollection):
 
     def _train_with(self, optimizer_type: type[torch.optim.Optimizer], optimizer_kwargs: dict[str, Any]) -> None:
         self._optimizer = (optimizer_type, optimizer_kwargs)
-        apply_optimizer_in_backward(optimizer_type, self.parameters(), optimizer_kwargs)
-        self._settle()
+        try:
+            apply_optimizer_in_backward(optimizer_type, self.parameters(), optimizer_kwargs)
+            self._settle()
+        except ValueError as error:
+            raise ValueError(
+                f"Cannot fuse optimizer_type={optimizer_type} with kwargs {optimizer_kwargs}: {error}"
+            ) from None
 
     @property
     def _optimizer_type(self) -> type[torch.optim.Optimizer]:

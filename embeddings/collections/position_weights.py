@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
+from shardwise.jagged.tracing import OneNode, holds_proxy, record_forward
 
 from ..tables.variable_batch import is_readable, on_device, select_rows
 from .feature_processors import PositionWeightedModuleCollection, weigh_by_position, with_weights
 
 
-class PositionWeightedModule(nn.Module):
+class PositionWeightedModule(OneNode, nn.Module):
     """Weighs the ids of the features in `max_feature_lengths` by their place in the bag: dict -> dict.
 
     Other features pass as they are. State: `position_weights.<feature>` [maximum], at first all 1.
@@ -41,6 +43,8 @@ class PositionWeightedModule(nn.Module):
             KeyError: one of them is not there.
             IndexError: a bag is longer than its feature's maximum, as in `feature_processors.PositionWeightedModule`.
         """
+        if holds_proxy(features):
+            return record_forward(PositionWeightedModule.forward, self, features)  # type: ignore[no-any-return]
         if missing := [key for key in self.max_feature_lengths if key not in features]:
             raise KeyError(f"features {missing} are not among {list(features)}")
         weighed = {key: weigh_by_position(features[key], w, key) for key, w in self.position_weights.items()}
@@ -59,6 +63,8 @@ class PositionWeightedProcessor(PositionWeightedModuleCollection):
         Raises:
             IndexError: on the CPU, a bag is longer than its feature's maximum, or a given position outside of it.
         """
+        if isinstance(features, Proxy):
+            return record_forward(PositionWeightedProcessor.forward, self, features)
         keys = features.keys()
         listed = [number for number, key in enumerate(keys) if key in self.max_feature_lengths]
         if not listed:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
+from shardwise.jagged.tracing import record_forward
 
 from ..config import BaseEmbeddingConfig, EmbeddingConfig
 from ..interfaces import SequenceTables, require_one_dim
@@ -63,7 +65,9 @@ class EmbeddingCollection(TableCollection, SequenceTables):
         Raises:
             KeyError, IndexError, ValueError, TypeError: as `EmbeddingBagCollection.forward`.
         """
-        require_features(features, type(self).__name__, False)
+        if isinstance(features, Proxy):
+            return record_forward(EmbeddingCollection.forward, self, features)
+        features = require_features(features, type(self).__name__, False)
         looked_up = self._lookup(pad_strides(features), self._rows)
         return rows_by_name(features, looked_up, self._members, self._names_by_table, need_indices=self._need_indices)
 

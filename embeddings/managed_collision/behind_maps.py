@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import nn
+from torch.fx import Proxy
 
 from shardwise.embeddings.config import BaseEmbeddingConfig
+from shardwise.errors import RefusedValueError
 from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged.tracing import OneNode, record_forward
 from shardwise.untrusted import repeated
 
 from .collection import ManagedCollisionCollection
@@ -17,7 +20,7 @@ OutT = TypeVar("OutT")
 SlotsT = TypeVar("SlotsT")
 
 
-class BehindMaps(nn.Module, Generic[OutT, SlotsT]):
+class BehindMaps(OneNode, nn.Module, Generic[OutT, SlotsT]):
     """A collection behind id maps: it remaps a batch's ids and looks the slots up.
 
     A forward returns (embeddings, remapped ids or None), always a tuple.
@@ -25,6 +28,8 @@ class BehindMaps(nn.Module, Generic[OutT, SlotsT]):
 
     _managed_collision_collection: Any
     _return_remapped_features: bool
+    # False: torch.fx traces into it, as pipelines do, and its parts are nodes
+    _is_one_node = True
 
     def forward(self, features: Any, mutate_miss_lengths: bool = True) -> tuple[OutT, SlotsT]:
         """Map the batch's ids to slots and look those up.
@@ -33,6 +38,8 @@ class BehindMaps(nn.Module, Generic[OutT, SlotsT]):
             KeyError, IndexError, ValueError, TypeError, RuntimeError: as the collection without maps.
             TypeError: the collection inside was sharded or quantized by itself.
         """
+        if self._is_one_node and isinstance(features, Proxy):
+            return record_forward(BehindMaps.forward, self, features, mutate_miss_lengths)  # type: ignore[no-any-return]
         slots = self._remap(features, mutate_miss_lengths)
         returned: Any = slots if self._return_remapped_features else None
         return self._rows_of(slots), returned
@@ -53,6 +60,8 @@ class BehindFixedMaps(BehindMaps[OutT, KeyedJaggedTensor]):
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[OutT, KeyedJaggedTensor]:  # type: ignore[override]
         """Map the batch's ids and look the slots up; with the remapped ids. Raises as the collection without maps."""
+        if isinstance(features, Proxy):
+            return record_forward(BehindFixedMaps.forward, self, features)
         return super().forward(features)
 
     def _rows_of(self, slots: KeyedJaggedTensor) -> OutT:
@@ -74,7 +83,10 @@ def require_tables_of_maps(
         for of in (configs, maps.embedding_configs())
     )
     if own != theirs:
-        raise ValueError(f"{who} has tables {own}, the managed collision collection {theirs}")
+        raise RefusedValueError(
+            f"{who} and Managed Collision Collection must contain the Embedding Configs of the same tables:"
+            f" {own} and {theirs}"
+        )
     shared = sorted(repeated(maps._feature_names))
     if shared and list(own) != list(theirs):
         raise ValueError(

@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.embeddings.tables.grouped import pick_features
+from shardwise.errors import RefusedValueError
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 from shardwise.jagged.keyed_jagged_tensor import like
+from shardwise.jagged.tracing import OneNode, record_forward
 
 from .modules import ManagedCollisionModule
 
@@ -23,7 +26,7 @@ def apply_mc_method_to_jt_dict(
     return found
 
 
-class ManagedCollisionCollection(nn.Module):
+class ManagedCollisionCollection(OneNode, nn.Module):
     """A managed collision module for every table; the ids of all features of a table are mapped together.
 
     A feature of several tables has slots of its own in each: it comes out once for each of them, in their order, as a
@@ -53,16 +56,18 @@ class ManagedCollisionCollection(nn.Module):
         lacking = [name for name in tables if name not in managed_collision_modules]
         unused = [name for name in managed_collision_modules if name not in tables]
         if lacking or unused:
-            raise ValueError(
-                "managed_collision_modules must be those of the tables: "
-                f"none given for {lacking}, no such table {unused}"
+            words = (
+                f"Table {lacking[0]} is not present in managed_collision_modules, which"
+                if lacking
+                else "managed_collision_modules"
             )
+            raise ValueError(f"{words} must be those of the tables: none given for {lacking}, no such table {unused}")
         for config in embedding_configs:
             slots = managed_collision_modules[config.name].output_size()
             if slots != config.num_embeddings:
-                raise ValueError(
-                    f"table {config.name!r}: its managed collision module has {slots} slots for {config.num_embeddings}"
-                    " rows: give both one size"
+                raise RefusedValueError(
+                    f"max_output_id in managed collision module for {config.name} must match {config.num_embeddings},"
+                    f" the rows of the table: the module has {slots} slots"
                 )
         self._feature_names = [name for config in embedding_configs for name in config.feature_names]
         self._managed_collision_modules = nn.ModuleDict(managed_collision_modules)
@@ -111,6 +116,9 @@ class ManagedCollisionCollection(nn.Module):
         Raises:
             KeyError: a feature is missing.
         """
+        if isinstance(features, Proxy):
+            forward = ManagedCollisionCollection.forward
+            return record_forward(forward, self, features, mutate_miss_lengths)
         modules = self.modules_by_table()
         return change_ids(
             features,

@@ -52,7 +52,9 @@ class BaseManagedCollisionEmbeddingCollection(
     ) -> None:
         super().__init__()
         facts = ("num_embeddings", "embedding_dim", "feature_names")
-        require_tables_of_maps("the embedding module", embedding_module._configs, managed_collision_collection, facts)
+        pooled = isinstance(embedding_module, EmbeddingBagCollection)
+        who = "Embedding Bag Collection" if pooled else "Embedding Collection"
+        require_tables_of_maps(who, embedding_module._configs, managed_collision_collection, facts)
         self._managed_collision_collection = managed_collision_collection
         self._embedding_module = embedding_module
         self._return_remapped_features = return_remapped_features

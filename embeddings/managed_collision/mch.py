@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.errors import RefusedValueError
 from shardwise.jagged import JaggedTensor
+from shardwise.jagged.tracing import holds_proxy, record_forward
 
 from .modules import ManagedCollisionModule, padded_borders
 from .policies import MCHEvictionPolicy
@@ -69,9 +71,15 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         output_segments: list[int] | None = None,
         buckets: int = 1,
     ) -> None:
-        for what, value in (("zch_size", zch_size), ("eviction_interval", eviction_interval)):
+        # TorchRec's words, though an interval of 1 is fine
+        for what, words, value in (
+            ("zch_size", "zch_size must be > 0", zch_size),
+            ("eviction_interval", "eviction_interval must be > 1", eviction_interval),
+        ):
             if value <= 0:
-                raise ValueError(f"managed collision module {name!r}: {what} must be positive, got {value}")
+                raise RefusedValueError(
+                    f"{words}: managed collision module {name!r} needs a positive {what}, got {value}"
+                )
         borders = output_segments or [output_global_offset, output_global_offset + zch_size]
         super().__init__(device, borders)
         if mch_size is not None or mch_hash_func is not None:
@@ -189,6 +197,9 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
 
     def forward(self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True) -> dict[str, JaggedTensor]:
         """Slots in the place of a batch's ids, once it was noted and, at the end of an interval, slots were given."""
+        if holds_proxy(features):
+            forward = MCHManagedCollisionModule.forward
+            return record_forward(forward, self, features, mutate_miss_lengths)  # type: ignore[no-any-return]
         return self.remap(self.profile(self.preprocess(features)))
 
     @property

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import RefusedValueError
 from shardwise.jagged import JaggedTensor
+from shardwise.jagged.tracing import OneNode
 
 # borders of row shards that a module tells a checkpoint of
 _MOST_BORDERS = 1025
 
 
-class ManagedCollisionModule(nn.Module, ABC):
+class ManagedCollisionModule(OneNode, nn.Module, ABC):
     """Maps ids of [0, input_size) to slots, the rows of a table; derive from it for a mapping of your own.
 
     A call `preprocess`es ids, `profile`s them while training, and `remap`s them. All take and return a dict with the
@@ -44,8 +46,8 @@ class ManagedCollisionModule(nn.Module, ABC):
         if skip_state_validation:
             return
         if len(output_segments) > _MOST_BORDERS:
-            raise ValueError(
-                f"a table is divided into at most {_MOST_BORDERS - 1} segments, got {len(output_segments) - 1}"
+            raise RefusedValueError(
+                f"ManagedCollisionModule limited to {_MOST_BORDERS - 1} shards, got {len(output_segments) - 1} segments"
             )
         self.register_buffer("_output_segments_tensor", padded_borders(output_segments, self._device))
         self.register_buffer("_current_iter_tensor", torch.zeros(1, dtype=torch.int64, device=self._device))

@@ -283,8 +283,8 @@ def data_type_to_sparse_type(data_type: DataType) -> SparseType:
     """
     if data_type is DataType.UINT8:
         return SparseType.INT8
-    if data_type.name not in SparseType.__members__:
-        raise ValueError(f"no table of FBGEMM's has numbers of type {data_type}")
+    if not isinstance(data_type, DataType) or data_type.name not in SparseType.__members__:
+        raise ValueError(f"Invalid DataType {data_type}: no table of FBGEMM's has numbers of this type")
     return SparseType[data_type.name]
 
 
@@ -306,5 +306,5 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
         ValueError: it has none.
     """
     if pooling_type is PoolingType.NONE:
-        raise ValueError(f"pooling {pooling_type} has no mode of torch.nn.EmbeddingBag")
+        raise ValueError(f"Unsupported pooling type {pooling_type}: torch.nn.EmbeddingBag has no mode for it")
     return str(pooling_type.value).lower()

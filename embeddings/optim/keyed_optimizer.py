@@ -43,7 +43,7 @@ class KeyedOptimizer(torch.optim.Optimizer):
         known = {id(param) for param in params.values()}
         strange = [key if isinstance(key, str) else type(key).__name__ for key in state if id(key) not in known]
         if strange:
-            raise ValueError(f"optimizer state is kept per parameter; these keys are none of the parameters: {strange}")
+            raise ValueError(f"All state keys must be params. The following keys are not: {strange}.")
         self.params = params
         self.defaults = {}
         groups = list(param_groups)
@@ -102,9 +102,7 @@ class KeyedOptimizer(torch.optim.Optimizer):
         own = self.state_dict()["state"]
         unknown, missing = set(theirs) - set(self.params), set(own) - set(theirs)
         if unknown or missing:
-            raise ValueError(
-                f"parameters of the optimizer state differ: missing {sorted(missing)}, unexpected {sorted(unknown)}"
-            )
+            raise unlike_parameters(len(own), len(theirs), missing, unknown)
         for name, values in own.items():
             require_same_states(name, values, theirs[name])
 
@@ -226,7 +224,9 @@ class CombinedOptimizer(KeyedOptimizer):
             for name in optimizer.params:
                 full = self.prepend_opt_key(name, prefix)
                 if full in seen:
-                    raise ValueError(f"two combined optimizers hold a parameter named {full!r}")
+                    raise ValueError(
+                        f"Duplicate param key {full}: two combined optimizers hold a parameter of this name"
+                    )
                 seen.add(full)
         saves = [optimizer._saves_param_groups for _, optimizer in self._optims]
         if len(set(saves)) > 1:
@@ -287,7 +287,7 @@ class CombinedOptimizer(KeyedOptimizer):
         theirs = state_dict["state"]
         unknown = set(theirs) - set(self.params)
         if unknown:
-            raise ValueError(f"parameters of the optimizer state differ: missing [], unexpected {sorted(unknown)}")
+            raise unlike_parameters(len(self.params), len(theirs), set(), unknown)
         loads = []
         for prefix, optimizer in self._optims:
             names = {self.prepend_opt_key(name, prefix): name for name in optimizer.params}
@@ -518,6 +518,23 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
+def unlike_parameters(own: int, given: int, missing: Iterable[str], unexpected: Iterable[str]) -> ValueError:
+    """The error for a state of other parameters, in TorchRec's words: their numbers, or the first that is not there."""
+    missing, unexpected = sorted(missing), sorted(unexpected)
+    words = (
+        f"Parameter {missing[0]} not found"
+        if own == given and missing
+        else f"Different parameter count: {own} vs {given}"
+    )
+    return ValueError(f"{words}; parameters of the optimizer state differ: missing {missing}, unexpected {unexpected}")
+
+
+def unlike_states(path: str, own: int, given: int, missing: Sequence[str], unexpected: Sequence[str]) -> ValueError:
+    """The error for a parameter that has other states, in TorchRec's words where their numbers differ."""
+    words = f"Different state size: {own} vs {given}; " if own != given else ""
+    return ValueError(f"{words}optimizer states of {path} differ: missing {missing}, unexpected {unexpected}")
+
+
 def require_same_states(path: str, own: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Raise ValueError unless every value of `own` can take the one of `theirs` in place.
 
@@ -525,7 +542,7 @@ def require_same_states(path: str, own: Mapping[str, Any], theirs: Mapping[str, 
     """
     missing, unexpected = sorted(set(own) - set(theirs)), sorted(set(theirs) - set(own))
     if missing or unexpected:
-        raise ValueError(f"optimizer states of {path} differ: missing {missing}, unexpected {unexpected}")
+        raise unlike_states(path, len(own), len(theirs), missing, unexpected)
     for key, value in own.items():
         loaded = theirs[key]
         if isinstance(value, Mapping):

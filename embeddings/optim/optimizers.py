@@ -68,7 +68,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         }  # fmt: skip
         for what, value in defaults.items():
             if value < 0:
-                raise ValueError(f"RowWiseAdagrad: {what} must not be negative, got {value}")
+                words = {"lr": "learning rate", "eps": "epsilon value"}.get(what, f"{what} value")
+                raise ValueError(f"Invalid {words}: {value}; {what} of RowWiseAdagrad must not be negative")
         super().__init__(params, {**defaults, "maximize": maximize})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import RefusedValueError
+
 from .keyed_optimizer import ChainedState, KeyedOptimizer, OptimizerWrapper
 
 
@@ -178,9 +180,9 @@ def _checked(stages: Sequence[WarmupStage]) -> list[WarmupStage]:
     for number, stage in enumerate(stages):
         what = f"warm-up stage {number} ({stage.policy.name})"
         if stage.max_iters <= end:
-            raise ValueError(
-                f"{what}: max_iters counts from the first step of all and must be more than the {end} of the stage"
-                f" before, got {stage.max_iters}"
+            raise RefusedValueError(
+                f"Max iter of the stage {stage} must be greater than the previous max iter {end}: max_iters of {what}"
+                f" counts from the first step of all, got {stage.max_iters}"
             )
         end = stage.max_iters
         if stage.policy is WarmupPolicy.INTERPOLATE:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from shardwise.embeddings.collections.bag_collection import EmbeddingBagCollection as FloatEmbeddingBagCollection
 from shardwise.embeddings.collections.collection import require_features
@@ -27,6 +28,7 @@ from shardwise.embeddings.tables.variable_batch import (
     require_full_batch,
 )
 from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
+from shardwise.jagged.tracing import record_forward
 
 from .collection import DEFAULT_ROW_ALIGNMENT, QuantizedCollection, lookup_dtype, pooled_output, tell_what_does_nothing
 from .from_float import check_float_module, converted
@@ -98,8 +100,10 @@ class EmbeddingBagCollection(QuantizedCollection, PooledTables):
         Raises:
             KeyError, IndexError, ValueError, TypeError: as `shardwise.EmbeddingBagCollection.forward`.
         """
+        if isinstance(features, Proxy):
+            return record_forward(EmbeddingBagCollection.forward, self, features)
         who = type(self).__name__
-        require_features(features, who, self._is_weighted)
+        features = require_features(features, who, self._is_weighted)
         require_full_batch(features, who)
         inverse = inverse_or_none(features, self._feature_names)
         found = self._look_up(pad_strides(features), self._pooled)

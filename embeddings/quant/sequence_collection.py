@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from shardwise.embeddings.collections.collection import require_features
 from shardwise.embeddings.collections.sequence_collection import EmbeddingCollection as FloatEmbeddingCollection
@@ -18,6 +19,7 @@ from shardwise.embeddings.policy import DEFAULT_POLICY, LookupPolicy
 from shardwise.embeddings.tables.grouped import rows_by_name
 from shardwise.embeddings.tables.variable_batch import pad_strides
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
+from shardwise.jagged.tracing import record_forward
 
 from .collection import (
     DEFAULT_ROW_ALIGNMENT,
@@ -81,7 +83,9 @@ class EmbeddingCollection(QuantizedCollection, SequenceTables):
         Raises:
             KeyError, IndexError, ValueError, TypeError: as `shardwise.EmbeddingCollection.forward`.
         """
-        require_features(features, type(self).__name__, False)
+        if isinstance(features, Proxy):
+            return record_forward(EmbeddingCollection.forward, self, features)
+        features = require_features(features, type(self).__name__, False)
         found = self._look_up(pad_strides(features), self._rows)
         by_name = rows_by_name(features, found, self._members, self._names_by_table, need_indices=self._need_indices)
         return sequence_output(by_name, self._output_dtype)

@@ -275,7 +275,8 @@ def _describe_offset(position: int, indices: Tensor, offsets: Tensor, names: Seq
     before = int(offsets[position - 1])
     if value < before:
         return f"{name}, sample {sample}: offsets must not decrease, got {before} and then {value}"
-    return f"offsets end at {value} but there are {ids} ids (last feature: {name})"
+    padding = f"; if the rest is padding, say so: KeyedJaggedTensor(..., capacity={ids})" if value < ids else ""
+    return f"offsets end at {value} but there are {ids} ids (last feature: {name}){padding}"
 
 
 def first_true(mask: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.errors import REFUSALS
 from shardwise.sharding.comms.consensus import ErrorCodec, ErrorKind, all_or_error
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.comms.failures import RankFailure, agreed, is_agreed, is_of_group
@@ -124,7 +125,7 @@ class CheckpointDamaged(ValueError):
 
 # how errors reach the other ranks: they raise them by these classes, with the rank that failed in front
 ERRORS = ErrorCodec(
-    (CheckpointDamaged, BlockingIOError, OSError, ValueError, TypeError, KeyError, RuntimeError),
+    (*REFUSALS, CheckpointDamaged, BlockingIOError, OSError, ValueError, TypeError, KeyError, RuntimeError),
     [
         # names and shapes are the same on all ranks, and so is what differs
         ErrorKind(

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwise.jagged.streamable import Traceable
+from shardwise.jagged.tracing import Traceable
 
 W = TypeVar("W")
 ParentW = TypeVar("ParentW")

@@ -16,6 +16,8 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 
+from shardwise.errors import REFUSALS
+
 from .exchange import Exchange, Pending
 from .failures import agreed
 
@@ -103,7 +105,7 @@ class ErrorCodec:
 
 # of a step and of agreements: those that bad input raises, on all ranks with one text
 STEP_ERRORS = ErrorCodec(
-    (RuntimeError, IndexError, ValueError, KeyError, TypeError, OverflowError, FloatingPointError),
+    (*REFUSALS, RuntimeError, IndexError, ValueError, KeyError, TypeError, OverflowError, FloatingPointError),
     names_rank=True,
     keeps_own=False,
 )

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 import torch
 
+from shardwise.errors import RefusedCallError
+
 # torchrun's word for the ranks of a host, and those of MPI launchers
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
@@ -254,8 +256,8 @@ def default_env() -> ShardingEnv:
         RuntimeError: there is none.
     """
     if not dist.is_initialized():
-        raise RuntimeError(
-            "no process group: call torch.distributed.init_process_group, or pass"
+        raise RefusedCallError(
+            "Process group is not initialized: call torch.distributed.init_process_group, or pass"
             " env=ShardingEnv.from_local(1, 0) for one process"
         )
     assert dist.group.WORLD is not None

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.embeddings import FusedOptimizer, OptimizerSpec, TableGroup
+from shardwise.embeddings.optim.keyed_optimizer import unlike_parameters, unlike_states
 from shardwise.embeddings.tables.row_sums import add_powers, root_of
 
 from ..comms.env import ShardingEnv2D
@@ -89,16 +90,14 @@ class ShardedFusedOptimizer(FusedOptimizer):
         here = [table for tables in self._tables for table in tables if self._values.homes(table)]
         unknown, missing = set(theirs) - set(self.params), {self._name(table) for table in here} - set(theirs)
         if unknown or missing:
-            raise ValueError(
-                f"parameters of the optimizer state differ: missing {sorted(missing)}, unexpected {sorted(unknown)}"
-            )
+            raise unlike_parameters(len(here), len(theirs), missing, unknown)
         fills, theirs = [], self._with_counts(theirs)
         for table in here:
             name, values = self._name(table), self._values.states(table)
             wanted, given = {f"{table}.{key}": value for key, value in values.items()}, theirs[self._name(table)]
             lost, strange = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted))
             if lost or strange:
-                raise ValueError(f"optimizer states of {name} differ: missing {lost}, unexpected {strange}")
+                raise unlike_states(name, len(wanted), len(given), lost, strange)
             fills += [
                 take(f"{name}: state {key}", value, given[key], self._values.env, resplit=self.resplit)
                 for key, value in wanted.items()

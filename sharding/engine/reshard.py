@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardwise.errors import RefusedValueError
 from shardwise.kernels import rule_named
 
 from ...planner.layout import Shard, Span, TableOptions
@@ -101,9 +102,9 @@ def changes_of(
     else:
         changes = dict(given) if path is None else {name: given[name] for name in given if name == path}
     if set(changes) - set(paths) or not changes:
-        raise ValueError(
-            f"modules {sorted(changes) or path} are to be resharded: the model has {sorted(paths)}, the plan"
-            f" {sorted(given)}"
+        raise RefusedValueError(
+            f"Given module is unsharded: modules {sorted(changes) or path} are to be resharded, the model has"
+            f" {sorted(paths)}, the plan {sorted(given)}"
         )
     return changes
 

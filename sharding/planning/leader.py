@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.errors import REFUSALS
 from shardwise.planner.errors import PlannerError, PlannerErrorType
 
 from ..comms.consensus import ErrorCodec, ErrorKind, value_or_error
@@ -18,7 +19,10 @@ from ..comms.exchange import Exchange
 from ..plan.plan import ShardingPlan, plan_from_json, plan_to_json
 
 _ERRORS = ErrorCodec(
-    [error for error in vars(builtins).values() if isinstance(error, type) and issubclass(error, Exception)],
+    [
+        *REFUSALS,
+        *(error for error in vars(builtins).values() if isinstance(error, type) and issubclass(error, Exception)),
+    ],
     [
         ErrorKind(
             PlannerError,

@@ -69,7 +69,7 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantizedCollection, EmbeddingBa
     ) -> ServedBatch:
         """Check the batch and bring its ids to the devices that look them up. Raises as `forward`."""
         who = type(self).__name__
-        require_features(features, who, self._is_weighted)
+        features = require_features(features, who, self._is_weighted)
         require_full_batch(features, who)
         return super().input_dist(ctx, features)
 
@@ -121,7 +121,7 @@ class ShardedQuantFeatureProcessedEmbeddingBagCollection(ShardedQuantEmbeddingBa
         self, ctx: NullShardedModuleContext, features: KeyedJaggedTensor
     ) -> ServedBatch:
         """Process the batch where outputs are, and bring it to the devices that look it up. Raises as `forward`."""
-        require_features(features, type(self).__name__, False)
+        features = require_features(features, type(self).__name__, False)
         return super().input_dist(ctx, self.feature_processor(features.to(self.device)))
 
 
@@ -156,7 +156,7 @@ class ShardedQuantEmbeddingCollection(ShardedQuantizedCollection, EmbeddingColle
         self, ctx: NullShardedModuleContext, features: KeyedJaggedTensor
     ) -> ServedBatch:
         """Check the batch and bring its ids to the devices that look them up. Raises as `forward`."""
-        require_features(features, type(self).__name__, False)
+        features = require_features(features, type(self).__name__, False)
         return super().input_dist(ctx, features)
 
     def _joined(self, output: FoundRows) -> dict[str, JaggedTensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 
 from shardwise.jagged import KeyedJaggedTensor
-from shardwise.jagged.keyed_jagged_tensor import like
+from shardwise.jagged._combine import like
 from shardwise.kernels import block_bucketize
 
 

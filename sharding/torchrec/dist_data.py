@@ -111,11 +111,15 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
         self._keys, self._stagger, self._ranks = list(keys), stagger, exchange.world_size
         self._alone = exchange.alone
         self._stride_per_rank = None if stride_per_rank is None else list(stride_per_rank)
-        self._pending: list[Pending] = []
+        self._pending: list[Pending | _Rows] = []
         if exchange.alone:
             return
         for tensor, send_sizes, sizes in zip(input_tensors, input_splits, output_splits, strict=True):
-            self._pending.append(exchange.numbers(tensor.contiguous(), send_sizes, sizes))
+            self._pending.append(
+                exchange.numbers(tensor.contiguous(), send_sizes, sizes)
+                if tensor.dim() == 1
+                else _numbers_of(exchange, tensor.detach(), send_sizes, sizes)
+            )
         self._recat = recat(splits[exchange.rank], len(splits), stagger, device, stride_per_rank)
 
     def clear_inputs(self) -> int:
@@ -156,7 +160,7 @@ class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
         tensor_splits: what `input.dist_splits(splits)` says.
 
     Raises:
-        RuntimeError: on waiting, ranks have other keys, splits, dtypes or kinds of batch; on all of them.
+        RuntimeError: on waiting, ranks have other keys, splits, dtypes, widths or kinds of batch; on all of them.
     """
 
     def __init__(
@@ -182,8 +186,12 @@ class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
         by_label = dict(zip(labels, tensor_splits, strict=True))
         columns = [by_label.get(label, [0] * ranks) for label in _LABELS]  # [labels, ranks]
         columns.append([0 if input.variable_stride_per_key() else input.stride()] * ranks)
-        dtypes = tuple(f"{label}: {tensor.dtype}" for label, tensor in zip(labels, input_tensors, strict=True))
-        parts = ("KJTAllToAll", tuple(input.keys()), tuple(splits), stagger, dtypes)
+        # rows of another width would be cut at other places
+        kinds = tuple(
+            f"{label}: {tensor.dtype} {list(tensor.shape[1:])}" if tensor.dim() > 1 else f"{label}: {tensor.dtype}"
+            for label, tensor in zip(labels, input_tensors, strict=True)
+        )
+        parts = ("KJTAllToAll", tuple(input.keys()), tuple(splits), stagger, kinds)
         # one copy to the device
         sent = torch.tensor(columns, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
         self._splits_of_ranks = SplitsAllToAllAwaitable(list(sent.unbind()), pg, _tag_of(parts), parts)
@@ -204,8 +212,8 @@ class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
 class KJTAllToAll(nn.Module):
     """Gives each rank its keys of all ranks' batches, rank after rank: of 3 ranks' batches of 2, one of 6.
 
-    Weights and batch sizes per key travel too, and ranks may have batches of different sizes; inverse indices stay
-    behind. One rank gets its batch back as it is.
+    Weights and batch sizes per key travel too, values and weights may be rows [L, ...], and ranks may have batches of
+    different sizes; inverse indices stay behind. One rank gets its batch back as it is.
 
         batch = KJTAllToAll(pg, splits=[2, 1])(kjt).wait().wait()
 

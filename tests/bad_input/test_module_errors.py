@@ -124,6 +124,7 @@ def refuses(module: Any, features: KeyedJaggedTensor, kind: type[Exception], mes
 
 
 USER, ITEM = "feature 'u' (table 'user')", "feature 'i' (table 'item')"
+PADDING = "; if the rest is padding, say so: KeyedJaggedTensor(..., capacity=8)"
 BAD_IDS = {
     "1 num_embeddings": (0, 6, f"{USER}, sample 0: id 6 is outside [0, 6)"),
     "1 of another table": (7, 3, f"{ITEM}, sample 1: id 3 is outside [0, 3)"),
@@ -135,7 +136,7 @@ BAD_OFFSETS = {
     "6 start": ([1, 2, 2, 4, 5, 8, 8], "offsets must start at 0, got 1"),
     "7 decreasing": ([0, 2, 1, 4, 5, 8, 8], f"{USER}, sample 1: offsets must not decrease, got 2 and then 1"),
     "7 between features": ([0, 2, 2, 4, 3, 8, 8], f"{ITEM}, sample 0: offsets must not decrease, got 4 and then 3"),
-    "8 short": ([0, 2, 2, 4, 5, 7, 7], f"offsets end at 7 but there are 8 ids (last feature: {ITEM})"),
+    "8 short": ([0, 2, 2, 4, 5, 7, 7], f"offsets end at 7 but there are 8 ids (last feature: {ITEM}){PADDING}"),
     "8 long": ([0, 2, 2, 4, 5, 8, 9], f"offsets end at 9 but there are 8 ids (last feature: {ITEM})"),
 }
 
@@ -218,7 +219,7 @@ def test_11_missing_and_unknown_keys(where: torch.device, make: Any) -> None:
 
 def test_12_weights_are_missing_or_the_batch_is_none() -> None:
     weighted = EmbeddingBagCollection(bag_configs(), is_weighted=True)
-    with pytest.raises(ValueError, match="this collection is weighted: the batch must carry per-id weights"):
+    with pytest.raises(ValueError, match="This collection is weighted: the batch must carry per-id weights"):
         weighted(batch(torch.device("cpu")))
     for module in (weighted, rows(torch.device("cpu"))):
         with pytest.raises(TypeError, match="takes a KeyedJaggedTensor, got Tensor"):

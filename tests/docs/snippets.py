@@ -61,7 +61,7 @@ def wrong_snippets(page: Path) -> tuple[list[str], int]:
     names: dict[str, Any] = module.__dict__
     wrong, num_checked = [], 0
     for line, node, expected in steps(page.read_text()):
-        result = outcome(node, names, fails=re.match(r"\w+Error: ", expected or "") is not None)
+        result = outcome(node, names, fails=re.match(r"[\w.]+Error: ", expected or "") is not None)
         # backward() and its like have nothing to say
         if result != "None" or expected is not None:
             num_checked += expected is not None

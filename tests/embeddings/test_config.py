@@ -111,7 +111,7 @@ def bag(name: str, **change: Any) -> EmbeddingBagConfig:
     ("tables", "message"),
     [
         ([bag("")], "every table needs a name"),
-        ([bag("t"), bag("t")], "two tables are named 't'"),
+        ([bag("t"), bag("t")], "Duplicate table name t"),
         ([bag("a.b")], "table 'a.b': a child module cannot have this name"),
         ([bag("items")], "table 'items': a child module cannot have this name"),
         ([bag("t", data_type=DataType.INT8)], "table 't': tables train in FP32, FP16, BF16, not in INT8"),

@@ -281,11 +281,9 @@ def ranks(rows: Any, **given: Any) -> KeyedJaggedTensor:
 VALUE_ERRORS: dict[str, Callable[[], object]] = {
     r"keys must be unique, repeated: \['a'\]": lambda: make(["a", "b", "a"]),
     "'k9', ... 12 keys": lambda: make([f"k{i}" for i in range(12)]),
-    rf"values of {BOTH} must be 1-D, got shape \[4, 2\]": lambda: make(values=torch.zeros(4, 2)),
-    rf"weights of {BOTH} must be 1-D, got shape \[4, 2\]": lambda: make(weights=torch.zeros(4, 2)),
     r"lengths must be 1-D or \[2 keys, batch\]": lambda: make(lengths=ints([1, 1, 1, 1]).view(2, 2, 1)),
     r"offsets must be 1-D, got": lambda: make(offsets=ints([0, 1, 2, 4]).view(2, 2)),
-    "lengths or offsets must be given, got neither": lambda: make(lengths=None),
+    "Must provide lengths or offsets, got neither": lambda: make(lengths=None),
     "2 lengths need 3 offsets, got 2": lambda: make(lengths=ints([2, 2]), offsets=ints([0, 4])),
     r"weights must be as many as values: got shape \[3\] for 4 values": lambda: make(weights=torch.zeros(3)),
     "lengths are on meta, values on cpu": lambda: make(lengths=torch.ones(4, dtype=INT, device=META)),
@@ -307,14 +305,13 @@ VALUE_ERRORS: dict[str, Callable[[], object]] = {
     rf"2 keys {BOTH}, got \[1\] which sum to 1": lambda: make().split([1]),
     r"got \[2, 1\] which sum to 3": lambda: make().split([2, 1]),
     r"must be >= 0 .* got \[3, -1\]": lambda: make().split([3, -1]),
-    "this KeyedJaggedTensor has no weights": lambda: make().weights(),
+    "doesn't have weights. .* of a KeyedJaggedTensor": lambda: make().weights(),
     r"\['b'\] have, \['a', 'c'\] have not": lambda: from_jts(a=jt(FOUR), b=jt(FOUR, weights=FOUR), c=jt(FOUR)),
-    "values of 'b' must be 1-D": lambda: from_jts(a=jt(FOUR), b=jt(torch.zeros(2, 3))),
     "values must be on one device, got 'a' on cpu, 'b' on meta": lambda: from_jts(a=jt(FOUR), b=jt(FOUR.to("meta"))),
     "'a' is torch.int64 and 'b' is torch.float32": lambda: from_jts(a=jt(FOUR), b=jt(FOUR.float())),
     "concat needs at least one KeyedJaggedTensor": lambda: concat([]),
     f"keys must be unique, repeated: {BOTH}": lambda: concat([make(), make()]),
-    rf"different batch sizes: 2 for {BOTH}, 4 for \['c'\]": lambda: concat([make(), make(["c"])]),
+    rf"strides must be consistent for all KJTs, got 2 for {BOTH}, 4 for \['c'\]": lambda: concat([make(), make(["c"])]),
     "2 for 'a', 2 for 'b', 1 for 'c'": lambda: concat([ranks([[1, 1], [1, 1]]), make(["c"])]),
     rf"\['c', 'd'\] have, {BOTH} have not": lambda: concat([make(), make(["c", "d"], weights=torch.ones(4))]),
     "lengths sum to 12, values has 4: key 'b', sample 0 ends at 11": lambda: of_lengths(1, 1, 9, 1),
@@ -329,10 +326,10 @@ VALUE_ERRORS: dict[str, Callable[[], object]] = {
 }
 TYPE_ERRORS: dict[str, Callable[[], object]] = {
     "keys must be a list of strings, got str": lambda: make("ab"),
-    r"keys must be strings, got 7 \(int\)": lambda: make(["a", 7]),
+    r"keys must be strings or ints, got 7.0 \(float\)": lambda: make(["a", 7.0]),
     "values must be a torch.Tensor, got list": lambda: make(values=[1]),
-    "lengths must be integers .* got torch.float32": lambda: make(lengths=torch.ones(4)),
-    "offsets must be integers .* got torch.float32": lambda: make(offsets=torch.ones(5)),
+    "lengths must be of integer type, but got torch.float32": lambda: make(lengths=torch.ones(4)),
+    "offsets must be of integer type, but got torch.float32": lambda: make(offsets=torch.ones(5)),
 }
 LOOKUP_ERRORS: dict[str, Callable[[], object]] = {
     f"unknown key 'z', keys are {BOTH}": lambda: make()["z"],

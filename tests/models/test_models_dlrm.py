@@ -204,12 +204,12 @@ def test_meta_tables_and_a_dense_device_allocate_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DLRM(ebc(4), 3, [5], [6, 1]), r"the last of dense_arch_layer_sizes .* embedding_dim 4, got \[5\]"),
+        (lambda: DLRM(ebc(4), 3, [5], [6, 1]), r"dimension \(4\) .* the last of dense_arch_layer_sizes .* got \[5\]"),
         (lambda: DLRM(ebc(4), 3, [], [6, 1]), r"the last of dense_arch_layer_sizes .* got \[\]"),
-        (lambda: DLRM(ebc(4), 3, [4], [1]), r"OverArch: layer_sizes needs at least two layers, got \[1\]"),
-        (lambda: OverArch(3, []), "at least two layers"),
+        (lambda: DLRM(ebc(4), 3, [4], [1]), r"layer_sizes needs at least two, got \[1\]"),
+        (lambda: OverArch(3, []), "at least two"),
         (lambda: DenseArch(0, [4]), "in_size must be positive, got 0"),
-        (lambda: SparseArch(ebc(4, 8)), r"one embedding_dim, got \{'t0': 4, 't1': 8\}"),
+        (lambda: SparseArch(ebc(4, 8)), r"the same dimension, got \{'t0': 4, 't1': 8\}"),
         (lambda: SparseArch(ebc()), "has no tables"),
     ],
 )

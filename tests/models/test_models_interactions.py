@@ -347,16 +347,16 @@ def test_device_and_dtype_reach_every_layer() -> None:
         (lambda: MLP(3, [4, 0]), "out_size must be positive, got 0"),
         (lambda: MLP(0, [4]), "in_size must be positive, got 0"),
         (lambda: MLP(3, [4], activation=lambda: 3), "must return a module, got int"),  # type: ignore[arg-type,return-value]
-        (lambda: LowRankCrossNet(4, 2, 0), "LowRankCrossNet: low_rank must be at least 1, got 0"),
+        (lambda: LowRankCrossNet(4, 2, 0), "Low rank must be larger or equal to 1: low_rank of LowRankCrossNet is 0"),
         (
             lambda: LowRankMixtureCrossNet(4, 2, num_experts=0),
-            "LowRankMixtureCrossNet: num_experts must be at least 1, got 0",
+            "num_experts must be larger or equal to 1: num_experts of LowRankMixtureCrossNet is 0",
         ),
         (
             lambda: DLRM_Projection(collection(), DENSE, [DIM], [5, 1], [DIM], [3]),
-            r"interaction_branch2_layer_sizes must be a multiple of .* 2, got \[3\]",
+            r"branch2 layer size \(3\) is not a multiple of .* \(2\): .* interaction_branch2_layer_sizes .* got \[3\]",
         ),
-        (lambda: SimpleDeepFMNN(DENSE, collection((2, 3)), 6, 5), "one embedding_dim, got {'t0': 2, 't1': 3}"),
+        (lambda: SimpleDeepFMNN(DENSE, collection((2, 3)), 6, 5), "the same dimension, got {'t0': 2, 't1': 3}"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(make: Callable[[], nn.Module], message: str) -> None:
@@ -414,7 +414,7 @@ def test_functions_are_applied_after_the_first_forward_in_order_and_once(by_name
 
 def test_apply_before_it_raises_and_after_it_works() -> None:
     module = LazyScale()
-    with pytest.raises(RuntimeError, match="LazyScale has parameters without shapes: run a forward first"):
+    with pytest.raises(RuntimeError, match="Module LazyScale has not been initialized. .* run a forward first"):
         module.apply(three)
     module(X)
     assert torch.equal(module.apply(three)(X), 3 * X)

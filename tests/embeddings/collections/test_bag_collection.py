@@ -413,7 +413,7 @@ def test_no_tables_give_an_empty_dict() -> None:
 
 
 def test_tables_of_several_dims_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"one embedding_dim, got \{'a': 2, 'b': 3\}"):
+    with pytest.raises(ValueError, match=r"b's embedding_dim 3 != 2; all are \{'a': 2, 'b': 3\}"):
         EmbeddingCollection([EmbeddingConfig(5, 2, "a"), EmbeddingConfig(5, 3, "b")])
 
 

@@ -225,7 +225,7 @@ def test_a_processor_of_ones_own_may_change_values() -> None:
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
-    with pytest.raises(ValueError, match="must have is_weighted=True"):
+    with pytest.raises(ValueError, match="give it is_weighted=True"):
         FeatureProcessedEmbeddingBagCollection(ebc(weighted=False), processors("dict"))
     without = {k: v for k, v in processors("dict").items() if k != "g"}
     with pytest.raises(ValueError, match=r"none given for \['g'\], no such feature \['y'\]"):
@@ -371,3 +371,19 @@ def test_longer_bags_and_missing_features_are_refused_by_name() -> None:
         OlderModule({"z": 2})({"a": JaggedTensor(torch.arange(2), lengths=torch.tensor([2]))})
     with pytest.raises(ValueError, match="max_feature_lengths\\['a'\\]"):
         PositionWeightedProcessor({"a": 0})
+
+
+def test_position_weights_are_shown_by_torchrec_s_name_too() -> None:
+    """`position_weights_dict` is a plain dict there, brought up to date by hand after every move and load."""
+    collection = PositionWeightedModuleCollection({"f": 3, "g": 2})
+    assert list(collection.position_weights_dict) == ["f", "g"]
+    assert collection.position_weights_dict["f"] is collection.position_weights["f"]
+    assert "position_weights_dict" not in "".join(collection.state_dict())
+    other = nn.Parameter(torch.tensor([2.0, 3.0, 4.0]))
+    collection.position_weights_dict["f"] = other
+    batch = KeyedJaggedTensor(["f", "g"], torch.arange(4), lengths=torch.tensor([2, 2]))
+    assert collection(batch).weights().tolist() == [2.0, 3.0, 1.0, 1.0]
+    moved = copy.deepcopy(collection).to(torch.float64)
+    assert moved.position_weights_dict["f"].dtype == torch.float64
+    collection.load_state_dict({"position_weights.f": torch.ones(3) * 5, "position_weights.g": torch.ones(2)})
+    assert collection.position_weights_dict["f"].tolist() == [5.0] * 3

@@ -247,7 +247,7 @@ def test_inverse_indices_come_in_the_order_that_is_asked_for() -> None:
     assert inverse_of(batch, []).shape == (0, 6)
     with pytest.raises(KeyError, match="features \\['x'\\] are not in the batch"):
         inverse_of(batch, ["x"])
-    with pytest.raises(ValueError, match="no inverse indices"):
+    with pytest.raises(ValueError, match="doesn't have inverse indices"):
         inverse_of(short(kept_bags(), indexed=False), ["f"])
 
 

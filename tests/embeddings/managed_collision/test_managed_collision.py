@@ -288,7 +288,7 @@ def test_features_may_differ_in_batch_size() -> None:
 def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(ValueError, match=r"none given for \['a'\], no such table \['c'\]"):
         ManagedCollisionCollection({"b": modules()["b"], "c": modules()["a"]}, tables())
-    with pytest.raises(ValueError, match="table 'a': its managed collision module has 8 slots for 4 rows"):
+    with pytest.raises(ValueError, match="for a must match 4, the rows of the table: the module has 8 slots"):
         ManagedCollisionCollection({"a": modules()["b"], "b": modules()["b"]}, tables())
     for what in ({"zch_size": 0}, {"eviction_interval": 0}):
         given: dict[str, Any] = {
@@ -297,9 +297,9 @@ def test_what_does_not_fit_together_is_refused() -> None:
             "eviction_policy": LFU_EvictionPolicy(),
             "device": "cpu",
         } | what
-        with pytest.raises(ValueError, match=f"{next(iter(what))} must be positive, got 0"):
+        with pytest.raises(ValueError, match=f"needs a positive {next(iter(what))}, got 0"):
             MCHManagedCollisionModule(**given)
-    with pytest.raises(ValueError, match="at most 1024 segments, got 1025"):
+    with pytest.raises(ValueError, match="limited to 1024 shards, got 1025 segments"):
         MCHManagedCollisionModule(4, "cpu", LFU_EvictionPolicy(), 1, output_segments=list(range(1026)))
     with pytest.warns(UserWarning, match="mch_size and mch_hash_func have no effect"):
         MCHManagedCollisionModule(4, "cpu", LFU_EvictionPolicy(), 1, mch_size=3)
@@ -436,7 +436,7 @@ def test_gradients_of_tables_without_a_fused_optimizer_reach_the_slots() -> None
 
 def test_a_collection_of_other_tables_is_refused() -> None:
     table = EmbeddingBagConfig(name="a", num_embeddings=ROWS, embedding_dim=8, feature_names=["f", "g"])
-    with pytest.raises(ValueError, match=r"the embedding module has tables \{'a': \(6, 8, .*the managed collision"):
+    with pytest.raises(ValueError, match=r"Configs of the same tables: \{'a': \(6, 8, .* and "):
         ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection([table]), build()._managed_collision_collection)
 
 

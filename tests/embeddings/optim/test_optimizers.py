@@ -217,7 +217,9 @@ def test_dense_rowwise_adagrad_takes_groups_later_and_refuses_what_it_cannot_do(
     first.grad = torch.ones(2, 2).to_sparse()
     with pytest.raises(RuntimeError, match="takes dense gradients"):
         optimizer.step()
-    with pytest.raises(ValueError, match="RowWiseAdagrad: weight_decay must not be negative, got -1"):
+    with pytest.raises(
+        ValueError, match="Invalid weight_decay value: -1.0; weight_decay of RowWiseAdagrad must not be negative"
+    ):
         RowWiseAdagrad([first], weight_decay=-1.0)
 
 

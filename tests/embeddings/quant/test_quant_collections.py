@@ -243,7 +243,7 @@ REFUSED = [
     ({"weights": {"a": (PAYLOAD.float(), SCALES)}}, ValueError, r"\[4, 8\], got torch.float32 \[4, 8\]"),
     ({"weights": {"a": (PAYLOAD, SCALES[:, :1])}}, ValueError, "table 'a': the scales of int8 rows are"),
     ({"weights": {"a": (PAYLOAD, None)}}, ValueError, r"torch.float16 \[4, 2\], got None"),
-    ({"tables": [row(DataType.INT8)] * 2}, ValueError, "two tables are named 'a'"),
+    ({"tables": [row(DataType.INT8)] * 2}, ValueError, "Duplicate table name a"),
     (
         {"tables": [row(DataType.INT8, kept=5)]},
         ValueError,

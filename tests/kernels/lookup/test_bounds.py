@@ -89,7 +89,8 @@ BAD_OFFSETS = {
     ),
     "8 short": (
         [0, 2, 2, 4, 5, 7, 7],
-        "offsets end at 7 but there are 8 ids (last feature: feature 'f1' of table 't1')",
+        "offsets end at 7 but there are 8 ids (last feature: feature 'f1' of table 't1'); if the rest is padding, say"
+        " so: KeyedJaggedTensor(..., capacity=8)",
     ),
     "8 long": (
         [0, 2, 2, 4, 5, 8, 9],

@@ -202,7 +202,9 @@ def test_the_private_name_shards_a_quantized_model_in_one_process() -> None:
 
 
 def test_one_process_needs_no_group() -> None:
-    with pytest.raises(RuntimeError, match="no process group: call torch.distributed.init_process_group"):
+    with pytest.raises(
+        RuntimeError, match="Process group is not initialized: call torch.distributed.init_process_group"
+    ):
         shard(bags(), row_wise(), device="cpu")
     sharded = shard(bags(), row_wise(), ShardingEnv.from_local(1, 0), "cpu")
     assert torch.allclose(sharded(batch_of(0)).values(), bags()(batch_of(0)).values())

@@ -120,6 +120,41 @@ def test_each_rank_gets_its_keys_of_all_batches(world: int, stagger: int) -> Non
     run_ranks(world, check_kjt, stagger)
 
 
+def in_rows(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same bags of dense rows [3] in the place of ids, and of rows [2] in the place of weights."""
+    weights = kjt.weights_or_none()
+    return KeyedJaggedTensor(
+        kjt.keys(), kjt.values()[:, None] * torch.tensor([1.0, -1.0, 0.5]),
+        None if weights is None else torch.stack([weights, -weights], 1), kjt.lengths(),
+        stride=None if kjt.variable_stride_per_key() else kjt.stride(),
+        stride_per_key_per_rank=kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None,
+    )  # fmt: skip
+
+
+def check_rows() -> str:
+    """Each rank's keys of all batches, whose values are rows; then what is said where rank 1 has wider ones."""
+    rank, world, pg = dist.get_rank(), dist.get_world_size(), world_group()
+    splits, keys = splits_of(world), keys_of(world)
+    begin = sum(splits[:rank])
+    exchange = KJTAllToAll(pg, splits)
+    for kind, weighted in product(KINDS, (False, True)):
+        bags = [bags_of(rank, k, stride_of(kind, rank, k)) for k in range(len(keys))]
+        received = exchange(in_rows(batch_of(keys, bags, weighted, kind == "variable"))).wait().wait()
+        own_keys = range(begin, begin + splits[rank])
+        by_key = [[bag for r in range(world) for bag in bags_of(r, k, stride_of(kind, r, k))] for k in own_keys]
+        wanted = in_rows(batch_of([keys[k] for k in own_keys], by_key, weighted, kind == "variable"))
+        assert same_bags(received, wanted), (kind, weighted)
+    wide = KeyedJaggedTensor(keys, torch.zeros(len(keys), 2 + rank), lengths=torch.ones(len(keys), dtype=torch.int64))
+    return error_of(exchange(wide).wait)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 2])
+def test_dense_rows_travel_with_their_bags(world: int) -> None:
+    errors = run_ranks(world, check_rows)
+    assert all(world == 1 or "call another collective" in error for error in errors)
+
+
 def check_disagreements() -> list[str]:
     """What is said where rank 1 has another batch, in one thing at a time."""
     rank, pg, errors = dist.get_rank(), world_group(), []

@@ -1,0 +1,73 @@
+"""What `torch.fx` records where proxies reach the jagged types, and modules that read them: one node, and no run.
+
+A jagged type that is made of proxies is a call of its class; a module that cannot run on proxies is a call of the
+module, whichever tracer runs. A recorded program does then what the eager one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.fx import Proxy
+
+# a torch without this name fails here; the flag behind it became thread-local in 2.15, and looking for it found nothing
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+
+
+class Traceable:
+    """A type whose construction from proxies `torch.fx` records instead of running it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if is_fx_symbolic_tracing():
+            for proxy in _proxies((args, kwargs)):
+                return proxy.tracer.create_proxy("call_function", cls, args, kwargs)
+        return object.__new__(cls)
+
+
+class OneNode:
+    """A module whose `forward` is one node in graphs of `torch.fx`: it reads data, which a trace has not.
+
+    Its `forward` begins with
+
+        if isinstance(features, Proxy):
+            return record_forward(ThisClass.forward, self, features)
+
+    so that the check of what it is given comes first, and costs nothing else where nothing traces.
+    """
+
+    @property
+    def itself(self) -> Any:
+        """This module: what a graph that is traced from it calls, since a root is nobody's child."""
+        return self
+
+
+def record_forward(forward: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The proxy of `module(*args, **kwargs)`, where `forward` is what runs and some of the arguments are proxies.
+
+    A class that derives from ours may run more around the `forward` of ours: the node is then a call of that function.
+    """
+    tracer = next(_proxies((args, kwargs))).tracer
+    path = tracer.path_of_module(module) or "itself"
+    if type(module).forward is forward:
+        return tracer.create_proxy("call_module", path, args, kwargs)
+    return tracer.create_proxy("call_function", forward, (tracer.create_proxy("get_attr", path, (), {}), *args), kwargs)
+
+
+def holds_proxy(values: Any) -> bool:
+    """Whether it is a proxy, or a list or dict with one at its top."""
+    if isinstance(values, Mapping):
+        values = values.values()
+    return isinstance(values, Proxy) or (isinstance(values, Iterable) and any(isinstance(v, Proxy) for v in values))
+
+
+def _proxies(value: Any) -> Iterator[Any]:
+    """All proxies in nested arguments."""
+    if isinstance(value, Proxy):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _proxies(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _proxies(part)
