@@ -50,11 +50,12 @@ from ._segments import (
     sum_per_key,
 )
 from .jagged_tensor import Bags, JaggedTensor, bags_text, copy_tensors, keyed_text
+from .streamable import Keyed
 
 InverseIndices = tuple[list[str], Tensor]
 
 
-class KeyedJaggedTensor(Bags):
+class KeyedJaggedTensor(Keyed, Bags):
     """Values [L] in consecutive bags, the bags in consecutive keys, with an optional weight for each value.
 
     Give lengths [bags] (or [keys, batch]) or offsets [bags + 1]. Without `stride` the bags are shared out evenly over

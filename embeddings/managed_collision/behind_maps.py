@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged.scripting import NotScriptable
 
 from .collection import ManagedCollisionCollection
 
@@ -16,7 +17,7 @@ OutT = TypeVar("OutT")
 SlotsT = TypeVar("SlotsT")
 
 
-class BehindMaps(nn.Module, Generic[OutT, SlotsT]):
+class BehindMaps(NotScriptable, nn.Module, Generic[OutT, SlotsT]):
     """A collection behind id maps: it remaps a batch's ids and looks the slots up.
 
     A forward returns (embeddings, remapped ids or None), always a tuple.

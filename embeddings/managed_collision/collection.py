@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.embeddings.tables.grouped import pick_features
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
+from shardwise.jagged.scripting import NotScriptable
 from shardwise.untrusted import repeated
 
 from .modules import ManagedCollisionModule
@@ -23,7 +24,7 @@ def apply_mc_method_to_jt_dict(
     return found
 
 
-class ManagedCollisionCollection(nn.Module):
+class ManagedCollisionCollection(NotScriptable, nn.Module):
     """A managed collision module for every table; the ids of all features of a table are mapped together.
 
     Args:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.jagged import JaggedTensor
+from shardwise.jagged.scripting import NotScriptable
 
 # borders of row shards that a module tells a checkpoint of
 _MOST_BORDERS = 1025
 
 
-class ManagedCollisionModule(nn.Module, ABC):
+class ManagedCollisionModule(NotScriptable, nn.Module, ABC):
     """Maps ids of [0, input_size) to slots, the rows of a table; derive from it for a mapping of your own.
 
     A call `preprocess`es ids, `profile`s them while training, and `remap`s them. All take and return a dict with the

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.jagged.scripting import NotScriptable
 
-class TableModule(nn.Module):
+
+class TableModule(NotScriptable, nn.Module):
     """Base of what keeps its tables in groups and shows them as children `<_children_name>.<table>`."""
 
     _children_name: str
