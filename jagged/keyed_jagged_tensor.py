@@ -52,9 +52,10 @@ from ._segments import (
     sum_per_key,
 )
 from .jagged_tensor import Bags, JaggedTensor, bags_text, copy_tensors, keyed_text
+from .streamable import Keyed
 
 
-class KeyedJaggedTensor(Bags):
+class KeyedJaggedTensor(Keyed, Bags):
     """Values [L] in consecutive bags, the bags in consecutive keys, with an optional weight for each value.
 
     Keys are strings, or ints as TorchRec's users have them. Values may be dense rows, [L, ...], and so may weights:

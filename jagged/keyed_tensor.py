@@ -16,11 +16,11 @@ from shardwise.kernels import RegroupPlan, plan_regroup, regroup
 from ._check import KeyNames, check_keys, check_known, check_tensor, names
 from ._keys import Columns, keys_of
 from .jagged_tensor import keyed_text, summary
-from .streamable import Pipelineable
+from .streamable import Keyed, Pipelineable
 from .tracing import Traceable
 
 
-class KeyedTensor(Traceable, Pipelineable):
+class KeyedTensor(Keyed, Traceable, Pipelineable):
     """Values in which each key owns `length_per_key[k]` consecutive entries of dim `key_dim`.
 
         kt = KeyedTensor(["user", "item"], [4, 8], torch.randn(2, 12))

@@ -21,3 +21,15 @@ class Pipelineable(Multistreamable):
     @abc.abstractmethod
     def to(self, device: torch.device, non_blocking: bool) -> Pipelineable:
         """A copy on `device`."""
+
+
+class Keyed(abc.ABC):
+    """A type with keys, which programs also read as `_keys`, as TorchRec's types have them."""
+
+    @abc.abstractmethod
+    def keys(self) -> list[str]:
+        """The keys, in their order."""
+
+    @property
+    def _keys(self) -> list[str]:
+        return self.keys()

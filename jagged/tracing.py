@@ -14,9 +14,14 @@ from torch.fx import Proxy
 # a torch without this name fails here; the flag behind it became thread-local in 2.15, and looking for it found nothing
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
+from .scripting import Unscripted
+
 
 class Traceable:
-    """A type whose construction from proxies `torch.fx` records instead of running it."""
+    """A type whose construction from proxies `torch.fx` records instead of running it, and TorchScript refuses."""
+
+    __torch_script_interface__ = Unscripted("torch.jit.annotations")
+    _jit_override_qualname = Unscripted("torch.jit._state")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if is_fx_symbolic_tracing():

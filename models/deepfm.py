@@ -14,8 +14,7 @@ Shapes: dense features [B, num_dense_features], d and every embedding [B, D], th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +22,13 @@ from torch import Tensor, nn
 
 from shardwise.embeddings import EmbeddingBagCollection
 
+# TorchScript, which cannot take them, looks them up in this module to say so
+from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
+
 from .dlrm import SparseArch as _Features
 
-if TYPE_CHECKING:
-    from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
 
-
-def _side_by_side(embeddings: Sequence[Tensor]) -> Tensor:
+def _side_by_side(embeddings: list[Tensor]) -> Tensor:
     return torch.cat([embedding.flatten(1) for embedding in embeddings], dim=1)
 
 
@@ -41,7 +40,8 @@ class DeepFM(nn.Module):
         self.dense_module = dense_module
 
     def forward(self, embeddings: list[Tensor]) -> Tensor:
-        return cast(Tensor, self.dense_module(_side_by_side(embeddings)))
+        deep: Tensor = self.dense_module(_side_by_side(embeddings))
+        return deep
 
 
 class FactorizationMachine(nn.Module):
@@ -91,7 +91,8 @@ class DenseArch(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self.model(features))
+        output: Tensor = self.model(features)
+        return output
 
 
 class FMInteractionArch(nn.Module):
@@ -121,7 +122,8 @@ class OverArch(nn.Module):
         self.model = nn.Sequential(nn.Linear(in_features, 1), nn.Sigmoid())
 
     def forward(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self.model(features))
+        output: Tensor = self.model(features)
+        return output
 
 
 class SimpleDeepFMNN(nn.Module):

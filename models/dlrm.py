@@ -71,7 +71,8 @@ class DenseArch(nn.Module):
         self.model = MLP(in_features, layer_sizes, device=device)
 
     def forward(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self.model(features))
+        output: Tensor = self.model(features)
+        return output
 
 
 class InteractionArch(nn.Module):
@@ -84,6 +85,7 @@ class InteractionArch(nn.Module):
     def __init__(self, num_sparse_features: int) -> None:
         super().__init__()
         self.F = num_sparse_features
+        self.triu_indices: Tensor
         self.register_buffer("triu_indices", self._pairs(), persistent=False)
 
     def _pairs(self, device: torch.device | None = None) -> Tensor:
@@ -98,7 +100,7 @@ class InteractionArch(nn.Module):
             return dense_features
         vectors = torch.cat((dense_features.unsqueeze(1), sparse_features), dim=1)  # [B, F + 1, D]
         products = torch.bmm(vectors, vectors.transpose(1, 2))  # [B, F + 1, F + 1]
-        pairs = self.get_buffer("triu_indices")  # [2, F (F + 1) / 2]
+        pairs = self.triu_indices  # [2, F (F + 1) / 2]
         return torch.cat((dense_features, products[:, pairs[0], pairs[1]]), dim=1)
 
 
@@ -117,7 +119,8 @@ class OverArch(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self.model(features))
+        output: Tensor = self.model(features)
+        return output
 
 
 class DLRM(nn.Module):

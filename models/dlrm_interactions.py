@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,8 @@ class InteractionDCNArch(nn.Module):
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
         if self.F == 0:
             return dense_features
-        return cast(Tensor, self.crossnet(_side_by_side(dense_features, sparse_features)))
+        crossed: Tensor = self.crossnet(_side_by_side(dense_features, sparse_features))
+        return crossed
 
 
 class InteractionProjectionArch(nn.Module):

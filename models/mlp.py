@@ -1,6 +1,9 @@
 """Perceptron and MLP: the dense layers of recommender models.
 
 Shapes: input [..., in_size], output [..., layer_sizes[-1]].
+
+`torch.jit.script` takes these modules, so a `forward` has annotated variables where it would have `cast`, which
+TorchScript does not know.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ class SwishLayerNorm(nn.Module):
         self.norm = nn.Sequential(nn.LayerNorm(input_dims, device=device), nn.Sigmoid())
 
     def forward(self, input: Tensor) -> Tensor:
-        return input * cast(Tensor, self.norm(input))
+        gate: Tensor = self.norm(input)
+        return input * gate
 
 
 TensorFunction: TypeAlias = Callable[[Tensor], Tensor]
@@ -61,7 +65,8 @@ class Perceptron(nn.Module):
         self._activation_fn = activation
 
     def forward(self, input: Tensor) -> Tensor:
-        return cast(Tensor, self._activation_fn(self._linear(input)))
+        activated: Tensor = self._activation_fn(self._linear(input))
+        return activated
 
 
 class MLP(nn.Module):
@@ -108,7 +113,8 @@ class MLP(nn.Module):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        return cast(Tensor, self._mlp(input))
+        output: Tensor = self._mlp(input)
+        return output
 
 
 def _activation(

@@ -11,6 +11,7 @@ from torch.fx import Proxy
 from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.errors import RefusedValueError
 from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged.scripting import NotScriptable
 from shardwise.jagged.tracing import OneNode, record_forward
 from shardwise.untrusted import repeated
 
@@ -20,7 +21,7 @@ OutT = TypeVar("OutT")
 SlotsT = TypeVar("SlotsT")
 
 
-class BehindMaps(OneNode, nn.Module, Generic[OutT, SlotsT]):
+class BehindMaps(OneNode, NotScriptable, nn.Module, Generic[OutT, SlotsT]):
     """A collection behind id maps: it remaps a batch's ids and looks the slots up.
 
     A forward returns (embeddings, remapped ids or None), always a tuple.

@@ -13,6 +13,7 @@ from shardwise.embeddings.tables.grouped import pick_features
 from shardwise.errors import RefusedValueError
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 from shardwise.jagged.keyed_jagged_tensor import like
+from shardwise.jagged.scripting import NotScriptable
 from shardwise.jagged.tracing import OneNode, record_forward
 
 from .modules import ManagedCollisionModule
@@ -26,7 +27,7 @@ def apply_mc_method_to_jt_dict(
     return found
 
 
-class ManagedCollisionCollection(OneNode, nn.Module):
+class ManagedCollisionCollection(OneNode, NotScriptable, nn.Module):
     """A managed collision module for every table; the ids of all features of a table are mapped together.
 
     A feature of several tables has slots of its own in each: it comes out once for each of them, in their order, as a

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from shardwise.errors import RefusedValueError
 from shardwise.jagged import JaggedTensor
+from shardwise.jagged.scripting import NotScriptable
 from shardwise.jagged.tracing import OneNode
 
 # borders of row shards that a module tells a checkpoint of
 _MOST_BORDERS = 1025
 
 
-class ManagedCollisionModule(OneNode, nn.Module, ABC):
+class ManagedCollisionModule(OneNode, NotScriptable, nn.Module, ABC):
     """Maps ids of [0, input_size) to slots, the rows of a table; derive from it for a mapping of your own.
 
     A call `preprocess`es ids, `profile`s them while training, and `remap`s them. All take and return a dict with the

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.jagged.scripting import NotScriptable
 from shardwise.jagged.tracing import OneNode
 
 
-class TableModule(OneNode, nn.Module):
+class TableModule(OneNode, NotScriptable, nn.Module):
     """Base of what keeps its tables in groups and shows them as children `<_children_name>.<table>`."""
 
     _children_name: str

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.jagged import Multistreamable
+from shardwise.jagged.scripting import NotScriptable
 
 from ..comms.awaitable import Awaitable
 
@@ -39,7 +40,7 @@ class NullShardedModuleContext(Multistreamable):
         raise AttributeError(f"NullShardedModuleContext keeps nothing of a step, {key!r} neither")
 
 
-class ShardedModule(nn.Module, abc.ABC, Generic[CompIn, DistOut, Out, ShrdCtx]):
+class ShardedModule(NotScriptable, nn.Module, abc.ABC, Generic[CompIn, DistOut, Out, ShrdCtx]):
     """A module that is sharded, and the stages of its forward; all ranks call them in the same order.
 
     Args:

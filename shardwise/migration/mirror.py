@@ -14,6 +14,7 @@ from .._installed import installed_fbgemm
 from .._version import __version__
 from .fbgemm_names import FBGEMM
 from .hints import advice
+from .scripting import leave_torchscript_alone, pass_torchscript
 from .torchrec_names import TABLE
 
 # what `torchrec.__version__` says: the version whose names these are, and whose code it is
@@ -33,6 +34,8 @@ def install() -> None:
     (`shardwise.fbgemm`), from the first import of either or the first use of an op on. Where the real one is here, its
     own ops are loaded then. An op that is neither's raises AttributeError with what to use.
 
+    `torch.jit.script` and `torch.jit.trace` then return what holds jagged tensors or tables as it is, with one warning.
+
     Raises:
         ImportError: the real TorchRec has been imported: half a program would keep its classes.
     """
@@ -46,11 +49,13 @@ def install() -> None:
     if "fbgemm_gpu" not in sys.modules and installed_fbgemm() is None:
         serve("fbgemm_gpu", original="fbgemm_gpu")
     hint_at_ops()
+    pass_torchscript()
 
 
 def uninstall() -> None:
     """Undo `install()`: later imports find the real TorchRec, if there is one. What was imported stays as it is."""
     leave_ops_alone()
+    leave_torchscript_alone()
     for root in ("torchrec", "fbgemm_gpu"):
         Finder.roots.pop(root, None)
         for name in [name for name in sys.modules if name == root or name.startswith(f"{root}.")]:

@@ -345,6 +345,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "torchrec.datasets.criteo": {
+        "shardwise.data.criteo_arrays": "BinaryCriteoUtils InMemoryBinaryCriteoIterDataPipe",
         "shardwise.data.criteo": (
             "CAT_FEATURE_COUNT DAYS DEFAULT_CAT_NAMES DEFAULT_COLUMN_NAMES DEFAULT_INT_NAMES DEFAULT_LABEL_NAME "
             "FREQUENCY_THRESHOLD INT_FEATURE_COUNT TOTAL_TRAINING_SAMPLES"
@@ -361,6 +362,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.datasets.utils": {
         "shardwise.data": "Batch idx_split_train_val rand_split_train_val",
+        "shardwise.data.criteo_arrays": "PATH_MANAGER_KEY",
     },
     "torchrec.fx": {
         "torchrec.fx.tracer": "Tracer symbolic_trace",
