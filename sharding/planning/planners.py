@@ -147,6 +147,8 @@ class EmbeddingPlannerBase(ABC):
         )
         self._stats: list[Stats] = stats if isinstance(stats, list) else [] if stats is None else [stats]
         self._debug, self._callbacks, self._timeout_seconds = debug, list(callbacks or []), timeout_seconds
+        # what was planned last, if the enumerator has not seen it
+        self._planned: tuple[nn.Module, list[ModuleSharder[Any]]] | None = None
 
     @abstractmethod
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> ShardingPlan:
@@ -184,20 +186,31 @@ class EmbeddingPlannerBase(ABC):
         return plan
 
     def hash_planner_context_inputs(self) -> int:
-        """A number that stands for topology, batch size, enumerator, reservation and constraints.
+        """A number that stands for topology, batch size, enumerator, reservation and constraints, after `plan`.
+
+        Equal in all processes that planned the same.
 
         Raises:
-            ValueError: the enumerator has not enumerated yet.
+            ValueError: nothing was planned yet.
         """
+        self._enumerate_planned()
         return hash_planner_context_inputs(
             self._topology, self._batch_size, self._enumerator, self._storage_reservation, self._constraints
         )
 
     def hash_planner_context_inputs_str(self) -> str:
         """As `hash_planner_context_inputs`, as text."""
+        self._enumerate_planned()
         return hash_planner_context_inputs_str(
             self._topology, self._batch_size, self._enumerator, self._storage_reservation, self._constraints
         )
+
+    def _enumerate_planned(self) -> None:
+        """Have the enumerator list what may be done with the module that was planned, if the plan did without it."""
+        if self._planned is not None:
+            module, sharders = self._planned
+            self._enumerator.enumerate(module=module, sharders=sharders)
+            self._planned = None
 
 
 class EmbeddingShardingPlanner(EmbeddingPlannerBase):
@@ -323,6 +336,9 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
             constraints, [table for table in model.tables if table.is_ours], self._topology.compute_device
         )
         options = self._by_options(module, sharders, reserved)
+        self._planned = None
+        if self._is_ours and not self._is_custom_enumerator and self.plan_loader is None:
+            self._planned = module, sharders
         if options is None:
             options = self._by_tables(model, reserved, constraints)
         for callback in self._callbacks:
