@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -19,11 +19,12 @@ Span = tuple[int, int]
 # Where no width is asked for, column shards are at least this wide.
 MIN_COLUMNS = 32
 # What the engine runs: device type -> sharding type -> compute kernels, the usual one first. "dense" is a gradient for
-# an ordinary optimizer, of replicated tables; "fused" the optimizer in the backward, by Triton kernels where there is a
-# GPU, so "fused_triton" is the same. Pooled and sequence collections alike run all of it.
-_CUT = ("fused", "fused_triton")
+# an ordinary optimizer; "fused" the optimizer in the backward, by Triton kernels where there is a GPU, so
+# "fused_triton" is the same. Pooled and sequence collections alike run all of it.
+_FUSED = ("fused", "fused_triton")
+_CUT = (*_FUSED, "dense")
 _BY_TYPE = {
-    "data_parallel": ("dense", *_CUT),
+    "data_parallel": ("dense", *_FUSED),
     "table_wise": _CUT,
     "column_wise": _CUT,
     "row_wise": _CUT,
@@ -31,13 +32,15 @@ _BY_TYPE = {
     "table_column_wise": _CUT,
     "grid_shard": _CUT,
 }
-CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {"cpu": _BY_TYPE, "cuda": _BY_TYPE}
+# A plan for "mtia" is one for machines that are not here.
+CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {"cpu": _BY_TYPE, "cuda": _BY_TYPE, "mtia": _BY_TYPE}
 # The same of quantized tables, which one process serves: "quant" on the device of a shard, the others in the memory of
 # the host.
 _ON_GPU = ("quant", "quant_uvm", "quant_uvm_caching")
 SERVING: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cpu": dict.fromkeys(_BY_TYPE, _ON_GPU[:1]),
     "cuda": dict.fromkeys(_BY_TYPE, _ON_GPU),
+    "mtia": dict.fromkeys(_BY_TYPE, _ON_GPU[:1]),
 }
 REDUCTIONS = ("partial", "ordered")
 ROW_STATES = ("shard", "table")
@@ -128,6 +131,8 @@ class TableOptions:
         row_state: what a rule that keeps one number a row (rowwise Adagrad, LAMB) sees of a table cut by columns:
             "shard" (each column shard has its own number) or "table" (one number over all columns, that of the uncut
             table).
+        dense: the shards train by their gradients, which reach their parameters, and not by an optimizer in the
+            backward. Says nothing of replicated tables.
 
     Raises:
         ValueError: a value is not one of these.
@@ -135,12 +140,13 @@ class TableOptions:
 
     reduction: str = "partial"
     row_state: str = "shard"
+    dense: bool = False
 
     def __post_init__(self) -> None:
-        for field, known in zip(fields(self), (REDUCTIONS, ROW_STATES), strict=True):
-            value = getattr(self, field.name)
+        for what, known in (("reduction", REDUCTIONS), ("row_state", ROW_STATES)):
+            value = getattr(self, what)
             if value not in known:
-                raise ValueError(f"{field.name} must be one of {list(known)}, got {value!r}")
+                raise ValueError(f"{what} must be one of {list(known)}, got {value!r}")
 
 
 def table_wise(table: str, rows: int, dim: int, rank: int) -> list[Shard]:

@@ -55,7 +55,7 @@ def reshard(
 
     Raises:
         ValueError: the shards do not fit the tables, states per row would have to be split without `resplit`, a table
-            that is trained by its gradient would be cut (or the other way round), or rows are kept by a row store or
+            that is trained by its gradient would be cut in another way, or rows are kept by a row store or
             found by an id map, or gradients wait for a step. All ranks raise, and nothing is changed.
         RuntimeError: ranks disagree on the plan.
     """
@@ -140,17 +140,22 @@ def _go_over(
             raise ValueError("tables whose rows are in a row store or found by an id map cannot be resharded")
         if collection._tables.accumulation.begun:
             raise ValueError("gradients wait for a step: call step() or zero_grad() of the fused optimizer first")
-        tables = [replace(table, options=options.get(name, table.options)) for name, table in old.tables.items()]
+        # a table trains as it did: the kernel of a plan says nothing here
+        tables = [
+            replace(table, options=replace(options.get(name, table.options), dense=table.options.dense))
+            for name, table in old.tables.items()
+        ]
         routes, facts = collection._plan(tables, shards)
         local_tables = LocalTables(routes, old.env.rank, device, collection._policy, None)
         local_tables.matrices()
         new = States(routes, local_tables, old.env)
         for name, table in new.tables.items():
-            stays = old.is_replicated(name) and new.is_replicated(name)
+            stays = old.is_replicated(name) and new.is_replicated(name) or old.shards[name] == new.shards[name]
             if table.optimizer is None and collection.parameter(name).requires_grad and not stays:
                 raise ValueError(
-                    f"table {name!r} is replicated and trained by its gradient: an optimizer in the backward, applied"
-                    " before sharding, would let it be cut"
+                    f"table {name!r} is trained by its gradient, which has the shape of this rank's part of it, as the"
+                    " states of its optimizer do: an optimizer in the backward, applied before sharding, would let it"
+                    " be cut in another way"
                 )
             before = set(_columns_of(old, name).values())
             strange = sorted(set(_columns_of(new, name).values()) - before)

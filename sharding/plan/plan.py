@@ -265,6 +265,7 @@ def options_of(sharding: ParameterSharding) -> TableOptions:
     return TableOptions(
         default.reduction if sharding.reduction is None else sharding.reduction,
         default.row_state if sharding.row_state is None else sharding.row_state,
+        sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value and sharding.sharding_spec is not None,
     )
 
 
@@ -276,8 +277,8 @@ def shards_of(name: str, sharding: ParameterSharding, rows: int, dim: int, world
 
     Raises:
         ValueError: a shard's placement names no rank, `ranks` says otherwise than the shards, the kernel is none of
-            `SERVED_KERNELS`, a table that is not replicated asks for the dense one, or the plan sets
-            `bounds_check_mode`, `output_dtype` or `stochastic_rounding=False`, which are said elsewhere.
+            `SERVED_KERNELS`, or the plan sets `bounds_check_mode`, `output_dtype` or `stochastic_rounding=False`, which
+            are said elsewhere.
     """
     _require_served(name, sharding)
     if sharding.sharding_spec is None:
@@ -306,12 +307,7 @@ def _require_served(name: str, sharding: ParameterSharding) -> None:
     if sharding.compute_kernel not in SERVED_KERNELS:
         raise ValueError(
             f"table {name!r}: compute_kernel {sharding.compute_kernel!r} is not served: a plan to train with has"
-            " 'fused' (or 'dense' for a data_parallel table)"
-        )
-    if not any(sharding.compute_kernel in types[sharding.sharding_type] for types in CAPABILITIES.values()):
-        raise ValueError(
-            f"table {name!r}: only data_parallel tables have a dense gradient; a {sharding.sharding_type} table trains"
-            " by the optimizer in its backward, so its compute_kernel is 'fused'"
+            " 'fused' (an optimizer in the backward) or 'dense' (a gradient for an ordinary optimizer)"
         )
     for what, reason in check_settings(name, sharding, TRAINED_SETTINGS).items():
         warnings.warn(f"the plan's {what} (table {name!r}) has no effect: {reason}", stacklevel=3)

@@ -318,9 +318,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         begin = time.perf_counter()
         self._num_proposals = self._num_plans = 0
         self._best_plan = self._last_plan = self._summary = None
-        may_replicate = [
-            name for name, given in (self._constraints or {}).items() if DATA_PARALLEL in (given.sharding_types or ())
-        ]
+        may_replicate = [name for name, given in (self._constraints or {}).items() if _asks_for_replicas(given)]
         model = tables_of_model(module, sharders, self._topology.compute_device, may_replicate)
         if not model.modules:
             return to_sharding_plan([], self._topology)
@@ -471,6 +469,13 @@ def plan_for(
             return EmbeddingShardingPlanner(here).plan(module, list(sharders))
 
     return plan_on_leader(env.process_group, make)
+
+
+def _asks_for_replicas(given: ParameterConstraints) -> bool:
+    """Whether a constraint names data_parallel, or by the kernel "dense" alone leaves nothing else."""
+    if given.sharding_types is None:
+        return bool(given.compute_kernels) and set(given.compute_kernels or ()) <= {"dense", "batched_dense"}
+    return DATA_PARALLEL in given.sharding_types
 
 
 def _of_tables(
