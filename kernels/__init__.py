@@ -82,7 +82,7 @@ from .row_formats import ROW_FORMATS, RowFormat, row_format
 from .rule import DECAYS, RULES, Rule, define_rule, rule_named
 from .update import rules as _built_in
 from .update.index_op import update_index
-from .update.update import fused_update
+from .update.update import fused_update, lookup_gradient
 
 __all__ = [
     "DECAYS",
@@ -137,6 +137,7 @@ __all__ = [
     "jagged_unique",
     "jagged_vector_product",
     "keyed_jagged_index_select",
+    "lookup_gradient",
     "new_guard",
     "offsets_range",
     "offsets_to_lengths",

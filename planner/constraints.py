@@ -21,6 +21,7 @@ from shardwise.planner.layout import (
 )
 
 from .errors import PlannerError, PlannerErrorType
+from .hashes import hash_sha256_to_int, text_of
 from .tables import Feature, Skew, Table
 
 # by value, as `sharding.plan.plan` has them
@@ -70,6 +71,16 @@ class ParameterConstraints:
     not_on: list[int] | None = field(default=None, kw_only=True)
     same_rank: str | None = field(default=None, kw_only=True)
     skew: Skew | None = field(default=None, kw_only=True)
+
+    def __hash__(self) -> int:
+        """A number that is the same in every process, TorchRec's where no field of ours is set."""
+        lists = ("sharding_types", "compute_kernels", "pooling_factors", "num_poolings", "batch_sizes", "feature_names")
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        # as TorchRec, an empty list is none, but for pooling factors
+        values |= {name: tuple(values[name]) if values[name] or name == "pooling_factors" else None for name in lists}
+        own = [each.name for each in fields(self) if each.kw_only]
+        is_torchrecs = all(values[name] is None for name in own)
+        return hash_sha256_to_int([text_of(values[name]) for name in values if not (is_torchrecs and name in own)])
 
 
 ANY = "*"

@@ -19,11 +19,12 @@ Span = tuple[int, int]
 # Where no width is asked for, column shards are at least this wide.
 MIN_COLUMNS = 32
 # What the engine runs: device type -> sharding type -> compute kernels, the usual one first. "dense" is a gradient for
-# an ordinary optimizer, of replicated tables; "fused" the optimizer in the backward, by Triton kernels where there is a
-# GPU, so "fused_triton" is the same. Pooled and sequence collections alike run all of it.
-_CUT = ("fused", "fused_triton")
+# an ordinary optimizer; "fused" the optimizer in the backward, by Triton kernels where there is a GPU, so
+# "fused_triton" is the same. Pooled and sequence collections alike run all of it.
+_FUSED = ("fused", "fused_triton")
+_CUT = (*_FUSED, "dense")
 _BY_TYPE = {
-    "data_parallel": ("dense", *_CUT),
+    "data_parallel": ("dense", *_FUSED),
     "table_wise": _CUT,
     "column_wise": _CUT,
     "row_wise": _CUT,
@@ -31,13 +32,15 @@ _BY_TYPE = {
     "table_column_wise": _CUT,
     "grid_shard": _CUT,
 }
-CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {"cpu": _BY_TYPE, "cuda": _BY_TYPE}
+# A plan for "mtia" is one for machines that are not here.
+CAPABILITIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {"cpu": _BY_TYPE, "cuda": _BY_TYPE, "mtia": _BY_TYPE}
 # The same of quantized tables, which one process serves: "quant" on the device of a shard, the others in the memory of
 # the host.
 _ON_GPU = ("quant", "quant_uvm", "quant_uvm_caching")
 SERVING: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cpu": dict.fromkeys(_BY_TYPE, _ON_GPU[:1]),
     "cuda": dict.fromkeys(_BY_TYPE, _ON_GPU),
+    "mtia": dict.fromkeys(_BY_TYPE, _ON_GPU[:1]),
 }
 REDUCTIONS = ("partial", "ordered")
 ROW_STATES = ("shard", "table")
@@ -156,6 +159,8 @@ class TableOptions:
         bounds_check_mode: what an id outside the table does, FATAL, WARNING or IGNORE; None is the collection's.
         stochastic_rounding: whether rows of FP16 and BF16 are rounded so; None is what the table's optimizer says.
         weights_precision: the type of the table's rows, FP32, FP16 or BF16; None is that of the unsharded table.
+        dense: the shards train by their gradients, which reach their parameters, and not by an optimizer in the
+            backward. Says nothing of replicated tables.
 
     Raises:
         ValueError: a value is not one of these.
@@ -167,6 +172,7 @@ class TableOptions:
     bounds_check_mode: str | None = None
     stochastic_rounding: bool | None = None
     weights_precision: str | None = None
+    dense: bool = False
 
     def __post_init__(self) -> None:
         for what, known in (

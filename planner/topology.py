@@ -5,7 +5,6 @@ By TorchRec's names, with its defaults: time, storage, devices and the links bet
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from .constants import (
     WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
 )
 from .constants_measured import CARDS, meant_card
+from .hashes import hash_sha256_to_int
 
 
 @dataclass(unsafe_hash=True)
@@ -345,14 +345,15 @@ class Topology:
         )
 
     def _hash(self) -> int:
-        storages = [(d.storage.hbm, d.storage.ddr, d.storage.ssd) for d in self._devices]
-        return hash_sha256_to_int([*self._facts(), storages])
+        left = [[getattr(d.storage, tier) for d in self._devices] for tier in ("hbm", "ddr", "ssd")]
+        return hash_sha256_to_int(self._facts(*left))
 
-    def _facts(self) -> list[object]:
-        """The facts that a plan depends on, storage apart."""
+    def _facts(self, *storage: object) -> list[object]:
+        """The facts that a plan depends on, in TorchRec's order; `storage` says what devices have."""
         return [
             self._world_size,
             self._compute_device,
+            *storage,
             self._local_world_size,
             self.intra_group_size,
             self._hbm_mem_bw,
@@ -385,16 +386,6 @@ def placement(compute_device: str, rank: int, local_size: int) -> str:
     """Rank and device as plans write them, "rank:9/cuda:1"."""
     device = f"{compute_device}:{rank % local_size}" if compute_device in ("cuda", "mtia") else compute_device
     return f"rank:{rank}/{device}"
-
-
-def hash_sha256_str(hashable_list: Sequence[Any]) -> str:
-    """SHA-256 of a list as it prints, in hexadecimal digits."""
-    return hashlib.sha256(str(list(hashable_list)).encode()).hexdigest()
-
-
-def hash_sha256_to_int(hashable_list: Sequence[Any]) -> int:
-    """SHA-256 of a list as it prints."""
-    return int(hash_sha256_str(hashable_list), 16)
 
 
 def round_to_nearest(x: int, unit: int) -> int:

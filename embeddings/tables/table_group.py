@@ -23,6 +23,7 @@ from shardwise.kernels import (
     flatten_segments,
     fused_update,
     is_clean,
+    lookup_gradient,
     new_guard,
     pack_features,
     per_id_weight_gradient,
@@ -207,9 +208,9 @@ class TableGroup:
 
     def view(self, table: int) -> Tensor:
         """Table number `table` as [rows, dim] of the flat buffer."""
-        return self._cut(self.flat, table)
+        return self.cut(self.flat, table)
 
-    def _cut(self, flat: Tensor, table: int) -> Tensor:
+    def cut(self, flat: Tensor, table: int) -> Tensor:
         """A table's part, [rows, dim], of what is laid out like the flat buffer."""
         return table_rows(flat, self._bases[table], self.tables[table].resident, self.tables[table].dim)
 
@@ -223,7 +224,7 @@ class TableGroup:
             return {}
         first, views, rule = self.first_rows[table], {}, rule_named(self.optimizer.rule)
         for number, (kind, state) in enumerate(zip(rule.kinds, self.states, strict=True), start=1):
-            rows = state[first : first + self.tables[table].resident] if kind == "row" else self._cut(state, table)
+            rows = state[first : first + self.tables[table].resident] if kind == "row" else self.cut(state, table)
             views[f"momentum{number}"] = rows
         if rule.counts_steps or self.seed is not None:
             views["step"] = self.step
@@ -243,7 +244,7 @@ class TableGroup:
         does not notice.
         """
         flat = self.flat.data if quietly else self.flat
-        self._cut(flat, table)[rows] = values.to(flat)
+        self.cut(flat, table)[rows] = values.to(flat)
         states = [view for name, view in self.state_views(table).items() if name != "step"]
         for start, state in zip(self._starts(), states, strict=bool(states)):
             state[rows] = start
@@ -331,6 +332,14 @@ class TableGroup:
         cut = None if self.optimizer is None else self.optimizer.max_gradient
         clipped = grad if cut is None else grad.float().clamp(-cut, cut)
         return per_id_weight_gradient(clipped, self.flat, slots, offsets, self.features, self.dims)
+
+    def table_gradient(
+        self, grad: Tensor, slots: Tensor, offsets: Tensor, per_id_weights: Tensor | None, pooling: str
+    ) -> Tensor:
+        """The gradient of a lookup by its tables, laid out like the flat buffer; arguments as `update`'s."""
+        return lookup_gradient(
+            self.flat, grad, slots, offsets, per_id_weights, self.features, self.dims, self._segment_numbers, pooling
+        )
 
     def _frozen_of_update(self) -> Frozen | None:
         """The tables that the backward of a lookup made now leaves alone, unless it is one of a module in eval().

@@ -16,16 +16,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
+import random
 import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import optim
 
 from shardwise.perf.evidence.planner_cases import (
     PARTITIONERS,
@@ -44,6 +48,9 @@ from shardwise.sharding import EmbeddingBagCollectionSharder, EmbeddingCollectio
 
 ON_PURPOSE = {
     "tiers": "ranks of a tier of memory: TorchRec numbers them among those that are left",
+    "cut": "generated plans: TorchRec fails, or leaves columns or ranks out",
+    "refused": "generated plans: columns that do not divide are refused",
+    "fused_params": "generated plans: TorchRec passes fused_params of the sharder over",
 }
 # proposals of one proposer, and of those the ones that are placed
 MOST_PROPOSALS, MOST_PLACED = 400, 12
@@ -364,6 +371,8 @@ def parts(lib: Any, instances: int) -> tuple[list[str], bool]:
         compare_parts(lib, problem, f"model of {tables} tables on {8 * hosts} ranks", tally, seconds)
     compare_offload(lib, tally)
     compare_stats(lib, tally)
+    compare_generators(40 * instances, tally)
+    compare_hashes(5 * instances, tally)
     lines = [f"{count:7d} agree: {subject}" for subject, count in sorted(tally.agreed.items())]
     lines += [f"{count:7d} differ on purpose: {ON_PURPOSE[why]}" for why, count in tally.on_purpose.items()]
     lines += [f"{len(tally.different):7d} differ", *tally.different, "CPU seconds for the models, theirs and ours:"]
@@ -372,6 +381,111 @@ def parts(lib: Any, instances: int) -> tuple[list[str], bool]:
         for name in (*PROPOSERS, *PARTITIONERS)
     ]
     return lines, not tally.different
+
+
+def compare_generators(calls: int, tally: Tally) -> None:
+    """Random calls of generators on both: the type, kernel, ranks, cuts and placements that they make of a table."""
+    draw = random.Random(7)
+    for number in range(calls):
+        local = draw.choice([1, 2, 4])
+        world = local * draw.choice([1, 2, 4])
+        kernel: dict[str, Any] = draw.choice([{}, {}, {"compute_kernel": "dense"}, {"compute_kernel": "fused"}])
+        hosts = draw.sample(range(world // local), draw.randint(1, world // local))
+        ranks = draw.sample(range(world), draw.randint(1, min(world, 4)))
+        name, arguments = draw.choice(
+            [
+                ("data_parallel", {}), ("table_wise", {"rank": ranks[0], **kernel}), ("row_wise", kernel),
+                ("column_wise", {"ranks": ranks, **kernel}), ("table_row_wise", {"host_index": hosts[0]}),
+                ("grid_shard", {"host_indexes": hosts}),
+            ]
+        )  # fmt: skip
+        case = _Generated(
+            name, arguments, draw.choice([7, 16, 40, 100]), draw.choice([4, 10, 64, 128, 256, 384, 512]),
+            draw.choice(["no", "an optimizer", "the attribute"]), draw.random() < 0.2, (local, world),
+            draw.choice(["cpu", "cuda"]),
+        )  # fmt: skip
+        peer, own = case.made(torchrec(PLANNER)), case.made(libraries.ours(PLANNER))
+        if peer is None or own is None:
+            # columns that do not divide, or hosts that its 128-wide columns are not as many as
+            tally.on_purpose["cut" if peer is None else "refused"] += peer != own
+        elif case.fused_params and peer[1] == "dense" and own == (peer[0], "fused", *peer[2:]):
+            tally.on_purpose["fused_params"] += 1
+        else:
+            tally.compare(f"plans of {name}()", f"call {number}, {case}", peer, own)
+
+
+@dataclass(frozen=True)
+class _Generated:
+    """A call of a generator, and the table, mark and machines that it is for."""
+
+    name: str
+    arguments: dict[str, Any]
+    rows: int
+    dim: int
+    mark: str
+    fused_params: bool
+    ranks: tuple[int, int]
+    device: str
+
+    def made(self, lib: Any) -> tuple[Any, ...] | None:
+        """The plan of the table; None where it cannot be made, or leaves cells or ranks out."""
+        config = lib.EmbeddingBagConfig(name="t", num_embeddings=self.rows, embedding_dim=self.dim, feature_names=["f"])
+        module = lib.EmbeddingBagCollection(device=torch.device("meta"), tables=[config])
+        (param,) = module.parameters()
+        if self.mark == "an optimizer":
+            optim._apply_optimizer_in_backward(torch.optim.SGD, [param], {"lr": 0.1})  # type: ignore[attr-defined]
+        elif self.mark == "the attribute":
+            param._in_backward_optimizers = []
+        sharder = lib.EmbeddingBagCollectionSharder({"learning_rate": 0.1} if self.fused_params else None)
+        try:
+            everywhere = lib.apply_to_all(module, getattr(lib, self.name)(**self.arguments), sharder)
+            made = lib.construct_module_sharding_plan(module, everywhere, sharder, *self.ranks, self.device)["t"]
+        except (ValueError, IndexError):
+            return None
+        cuts = [] if made.sharding_spec is None else made.sharding_spec.shards
+        cells, asked = sum(math.prod(cut.shard_sizes) for cut in cuts), self.arguments.get("ranks", made.ranks)
+        if (cuts and cells != self.rows * self.dim) or list(made.ranks) != list(asked):
+            return None
+        shards = [(list(cut.shard_offsets), list(cut.shard_sizes), str(cut.placement)) for cut in cuts]
+        return made.sharding_type, made.compute_kernel, list(made.ranks), shards
+
+
+def compare_hashes(count: int, tally: Tally) -> None:
+    """Hashes of random constraints and topologies, and of what planners were given, on both."""
+    draw, libs = random.Random(8), (torchrec(PLANNER), libraries.ours(PLANNER))
+    for number in range(count):
+        settings = {name: draw.choice(values) for name, values in SETTINGS.items()}
+        machines = {
+            "world_size": draw.choice([2, 8, 16]), "compute_device": draw.choice(["cpu", "cuda", "mtia"]),
+            "hbm_cap": draw.choice([None, 80 * 1024**3]), "local_world_size": 2, "pod_size": draw.choice([None, 2]),
+        }  # fmt: skip
+        constraints = [lib.ParameterConstraints(**settings) for lib in libs]
+        tally.compare("hashes of constraints", str(settings), *[asked.__hash__() for asked in constraints])
+        tally.compare("hashes of topologies", str(machines), *[lib.Topology(**machines)._hash() for lib in libs])
+        if number % 50 == 0:
+            # of one type and kernel, so that TorchRec's order is that of the tables
+            way = {"sharding_types": [draw.choice(["row_wise", "table_wise"])], "compute_kernels": ["fused"]}
+            tally.compare("contexts", f"{machines}, {way}", *[_context(lib, machines, way) for lib in libs])
+
+
+SETTINGS: dict[str, list[Any]] = {
+    "sharding_types": [None, [], ["row_wise"], ["table_wise", "row_wise"]], "compute_kernels": [None, ["fused"]],
+    "min_partition": [None, 4, 64], "pooling_factors": [[1.0], [2.5, 3.0]], "num_poolings": [None, [1.0, 2.0]],
+    "batch_sizes": [None, [4, 8]], "is_weighted": [False, True], "enforce_hbm": [None, True, False],
+    "stochastic_rounding": [None, False], "feature_names": [None, ["a", "b"]], "device_group": [None, "cuda"],
+    "use_virtual_table": [False, True],
+}  # fmt: skip
+
+
+def _context(lib: Any, machines: dict[str, Any], way: dict[str, Any]) -> str:
+    names = (*(f"t{i}" for i in range(5)), *(f"s{i}" for i in range(2)))
+    topology, asked = lib.Topology(**machines), {name: lib.ParameterConstraints(**way) for name in names}
+    module, sharders = _model(lib), lib.get_default_sharders()
+    enumerator, reservation = lib.EmbeddingEnumerator(topology, 512, asked), lib.HeuristicalStorageReservation(0.1)
+    enumerator.enumerate(module, sharders)
+    reservation.reserve(topology, 512, module, sharders, asked)
+    text: str = lib.hash_planner_context_inputs_str(topology, 512, enumerator, reservation, asked)
+    return text
 
 
 OPTIONS: Options = {

@@ -28,6 +28,9 @@ looked up at home; then every rank gets the ids and gradients of all. One withou
 ring's all-reduce of R w numbers. What a block makes every source do in addition to `base_ms` is charged to the ranks
 that hold it, times W / S, so that the work of all ranks together is right.
 
+A cut table of kernel "dense" trains by its gradient: R w numbers more are filled, and read by an optimizer that reads
+and writes the rows (_STEPPED times R w at copy_gb_s, in bwd_compute), and are held.
+
 A served table (`Table.served`) is looked up by one process, which has the batch: n ids, not W n, travel to a device and
 results back to the first. Of row ranges the rows of the table travel instead, and are pooled there. No backward.
 
@@ -165,6 +168,9 @@ def block_bytes(table: Table, way: Way, width: int, world_size: int, batch_size:
     if way.replica and table.optimizer is None:
         # the dense gradient, and the bucket that it is reduced in
         return held + 2 * 4 * table.num_embeddings * width
+    if way.compute_kernel == "dense" and not way.replica:
+        # the optimizer and its states are the user's, the gradient is as wide as the rows
+        held += rows * (int(width * table.element_bytes) - state_bytes(table.optimizer, width))
     return held + step_bytes(table, way, width, world_size, batch_size)
 
 
@@ -198,6 +204,9 @@ _EXCHANGES = 4
 # gradient packed and divided by the ranks. Where it is looked up: written; rows are also brought into the order of
 # their sources, and packed. In the backward there: read; rows also brought into the order of slots.
 _SOURCE, _FORWARD, _BACKWARD = {True: 6, False: 8}, {True: 1, False: 5}, {True: 1, False: 5}
+# how often each number of a table that trains by its gradient is read or written besides: filled, read by the
+# optimizer, which reads and writes the row
+_STEPPED = 4
 # milliseconds of a nanosecond and of a microsecond; also GB/s of a byte per millisecond
 _NS, _US = 1e-6, 1e-3
 _DEFAULTS = inspect.signature(Topology.__init__).parameters
@@ -299,6 +308,9 @@ class ShardwiseCost:
         exchange = self._wire(results)
         # how often each rank of the span does what every source does for this block
         sources = world / span
+        if way.compute_kernel == "dense":
+            stepped = _STEPPED * np.array(way.rows) * width * table.element_bytes
+            times["bwd_compute"] = times["bwd_compute"] + stepped / constants.copy_gb_s * _NS
         if span > 1:
             times["overhead"] += sources * rank_ids * constants.cut_id_ns * _NS
         if table.pooled and span > 1:

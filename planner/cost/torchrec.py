@@ -93,7 +93,11 @@ class TorchRecCost:
         narrowest = (asked.min_partition,) if asked.min_partition else self._column_widths
         ways: dict[Way, None] = {}
         for kind in allowed_types(sharding_types(table.pooled, device), asked.sharding_types):
-            for kernel in allowed_kernels(compute_kernels(kind, device), asked.compute_kernels, has_ssd):
+            offered = [*compute_kernels(kind, device)]
+            if asked.sharding_types and asked.compute_kernels and "dense" not in offered:
+                # of a sharder that offers it for cut tables
+                offered.append("dense")
+            for kernel in allowed_kernels(offered, asked.compute_kernels, has_ssd):
                 for width in narrowest:
                     widths, rows, copies = cuts(
                         kind, table.num_embeddings, table.embedding_dim, machine.world_size, machine.intra_group_size,

@@ -51,7 +51,8 @@ def ways_of(table: Table, topology: Topology, constraint: ParameterConstraints |
     Columns are cut evenly, at every width that divides the dim, is a multiple of 4 and at least `min_partition`, into
     no more blocks than there are ranks (or, by host, ranks of a host, or hosts). Types that say "host" are ways of
     their own where there are several; on one host, and cuts into one part, they are left out unless nothing else is
-    allowed.
+    allowed. A table in cut shards trains by its gradient, kernel "dense", only where the constraint names both the type
+    and that kernel: the kernel alone means replicas, as TorchRec's sharders offer it.
     """
     asked = constraint or ParameterConstraints()
     kernels = None if asked.compute_kernels is None else [_ALIASES.get(name, name) for name in asked.compute_kernels]
@@ -62,6 +63,8 @@ def ways_of(table: Table, topology: Topology, constraint: ParameterConstraints |
         if asked.sharding_types is not None and sharding_type not in asked.sharding_types:
             continue
         allowed = [kernel for kernel in offered if kernels is None or kernel in kernels]
+        if asked.sharding_types is None and sharding_type != "data_parallel":
+            allowed = [kernel for kernel in allowed if kernel != "dense"]
         # kernels of one type do the same work here
         for kernel in allowed[:1]:
             for way, useful in _cuts(sharding_type, kernel, table, topology, asked.min_partition or MIN_COLUMNS):

@@ -14,6 +14,7 @@ from typing import Any
 from ..constants import BATCH_SIZE, HUNDRED_GB
 from ..constraints import ParameterConstraints
 from ..errors import PlannerError, PlannerErrorType
+from ..hashes import hash_sha256_str, hash_sha256_to_int, text_of
 from ..topology import (
     BasicCommsBandwidths,
     CollectiveType,
@@ -23,8 +24,6 @@ from ..topology import (
     Perf,
     Storage,
     Topology,
-    hash_sha256_str,
-    hash_sha256_to_int,
     round_to_nearest,
 )
 from .sharding_option import (
@@ -242,7 +241,10 @@ def hash_planner_context_inputs(
     constraints: Mapping[str, ParameterConstraints] | None,
     hash_function: Callable[[list[Any]], int] = hash_sha256_to_int,
 ) -> int:
-    """A number that stands for all that a planner was given; storage counts to the nearest 100 GiB.
+    """A number that stands for all that a planner was given; storage counts to the nearest 100 GB.
+
+    The same in every process. TorchRec 1.8 has the same number where its enumerator, which goes through sets, happened
+    to list options in our order, and no field of ours is set.
 
     Raises:
         ValueError: nothing was enumerated or reserved yet.
@@ -279,24 +281,29 @@ def _context(
         _machines(topology),
         batch_size,
         [
-            (option.fqn, option.sharding_type, option.compute_kernel, [
-                 (tuple(s.size), tuple(s.offset), s.rank, s.storage and (s.storage.hbm, s.storage.ddr, s.storage.ssd))
-                 for s in option.shards
-             ],
-             repr(option.cache_params))
+            [option.fqn, option.sharding_type, option.compute_kernel, tuple(map(_cut, option.shards)),
+             text_of(option.cache_params)]
             for option in options
         ],
         type(storage_reservation).__name__,
         _machines(reserved),
-        sorted((name, repr(constraint)) for name, constraint in (constraints or {}).items()),
+        # the whole number, of which hash() has a part
+        tuple((name, constraint.__hash__()) for name, constraint in sorted(constraints.items()))
+        if constraints
+        else None,
     ]  # fmt: skip
 
 
-def _machines(topology: Topology) -> list[Any]:
+def _cut(shard: Shard) -> tuple[Any, ...]:
+    storage = shard.storage and (shard.storage.hbm, shard.storage.ddr, shard.storage.ssd)
+    return tuple(shard.size), tuple(shard.offset), shard.rank, storage
+
+
+def _machines(topology: Topology) -> int:
     def rounded(size: int) -> int:
         return round_to_nearest(size, HUNDRED_GB)
 
     devices = [
         (d.rank, rounded(d.storage.hbm), rounded(d.storage.ddr), rounded(d.storage.ssd)) for d in topology.devices
     ]
-    return [*topology._facts(), devices]
+    return hash_sha256_to_int(topology._facts(devices))

@@ -24,7 +24,7 @@ from ..modules.placement import (
     plan_cuts,
     require_device,
     shard_places,
-    warn_of_default_optimizer,
+    warn_of_optimizers,
     warn_of_other_devices,
 )
 from ..plan.device_fallback import device_here, quiet_without_cuda
@@ -80,7 +80,7 @@ def shard(
     whole = ShardingPlan({"": made})
     with quiet_without_cuda(device or here):
         warn_of_other_devices(whole, here, stacklevel=2)
-        warn_of_default_optimizer([Place(("",), module, chosen, env)], whole, stacklevel=2)
+        warn_of_optimizers([Place(("",), module, chosen, env)], whole, stacklevel=2)
         return chosen.shard(module, made, env, here)
 
 
@@ -165,7 +165,7 @@ def _replaced(
 
     with quiet_without_cuda(device or here):
         plan = agree_on_plan(places, plan, here, env.process_group, made, partial=True, stacklevel=3)
-        warn_of_default_optimizer(places, plan, stacklevel=3)
+        warn_of_optimizers(places, plan, stacklevel=3)
         module = shard_places(module, places, plan, here)
     if init_params:
         materialize(module, here)

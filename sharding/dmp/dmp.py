@@ -25,7 +25,7 @@ from ..modules.placement import (
     find_places,
     shard_places,
     sharded_collections,
-    warn_of_default_optimizer,
+    warn_of_optimizers,
 )
 from ..plan.device_fallback import device_here, quiet_without_cuda
 from ..plan.module_sharder import ModuleSharder
@@ -117,7 +117,7 @@ class DistributedModelParallel(nn.Module):
                 lambda: plan_for(module, self._sharders, self._env, self._device),
                 more=_dense_facts(module, places, self._env, data_parallel=init_data_parallel, values=init_parameters),
             )  # fmt: skip
-            warn_of_default_optimizer(places, self._plan, stacklevel=2)
+            warn_of_optimizers(places, self._plan, stacklevel=2)
             self._dmp_wrapped_module = shard_places(module, places, self._plan, self._device)
         self._sharded = sharded_collections(self._dmp_wrapped_module)
         for path, sharded in self._sharded.items():

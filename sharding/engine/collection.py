@@ -66,11 +66,12 @@ class ExchangedLookup(torch.autograd.Function):
     """A batch's output, of the rows that all ranks looked up: [B, columns], or one lookup after another.
 
     Its backward is the exchange back and the fused update. Inputs are an anchor, so that there is a backward at all,
-    and what else has a gradient: weights of ids that were sent, and of those that are looked up here.
+    and what else has a gradient: weights of ids that were sent, and of those that are looked up here; parameters of
+    this rank's tables that train by it.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, collection: ShardedCollection, step: Step, *weights: Any) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, collection: ShardedCollection, step: Step, *inputs: Any) -> Tensor:
         ctx.collection, ctx.step = collection, step
         wire, exchange = collection.wire, collection._exchange
         received = step.rows.wait()
@@ -92,13 +93,17 @@ class ExchangedLookup(torch.autograd.Function):
             return no_second_derivative("lookup in sharded tables", ExchangedLookup.backward, ctx, grad_outputs)
         collection: ShardedCollection = ctx.collection
         step, wire, shards, exchange = ctx.step, collection.wire, collection.shards, collection._exchange
-        (grad,), divisor, weight_gradients = grad_outputs, collection.divisor, any(ctx.needs_input_grad[3:])
+        (grad,), divisor, dense_cuts = grad_outputs, collection.divisor, wire.routes.dense_cuts
         # of the weights that were sent, and of those of each group of replicas
         of_weights: list[Tensor | None] = [None] * (1 + len(wire.routes.replicas))
+        tables_at = 3 + len(of_weights)
+        weight_gradients = any(ctx.needs_input_grad[3:tables_at])
+        of_tables: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - tables_at)
         try:
             if not step.trains:
-                warn_of_eval()
-                if not weight_gradients:
+                if len(dense_cuts) < len(wire.routes.tables):
+                    warn_of_eval()
+                if not weight_gradients and not dense_cuts:
                     # all ranks know, and send nothing
                     shards.release(step)
                     return None, None, None, *of_weights
@@ -120,13 +125,17 @@ class ExchangedLookup(torch.autograd.Function):
                     fault = fault_of(by_lookup, weights, sent, divisor, wire.codec_back, lookups, checked=checked)
                 shards.release(step)
                 raise_after_backward(fault_error(exchange, fault, wire.routes, wire.codec_back, collection.device))
-                return None, None, None, *of_weights
+                return None, None, None, *of_weights, *of_tables
             exchange.buffers.recycle(sent, received)
             # the update may have its memory
             del sent
             if weight_gradients and wire.routes.replicas:
                 of_weights[1:] = shards.replicated_weight_gradients(step, wire.by_lookup(step, grad), divisor)
-            of_rows = shards.update(step, wire.unpack_gradients(step, received), weight_gradients=weight_gradients)
+            gradients = wire.unpack_gradients(step, received)
+            if any(ctx.needs_input_grad[tables_at:]):
+                of_tables = shards.table_gradients(step, gradients)
+            of_rows = shards.update(step, gradients, weight_gradients=weight_gradients)
+            del gradients
             exchange.buffers.recycle(received, grad)
             if weight_gradients:
                 sent, sizes = pack_weight_gradients(step, of_rows)
@@ -136,7 +145,7 @@ class ExchangedLookup(torch.autograd.Function):
             if exchange.watch is not None:
                 exchange.watch.report(error, "in backward")
             raise
-        return None, None, None, *of_weights
+        return None, None, None, *of_weights, *of_tables
 
 
 class ShardedCollection(StagedModule[Step]):
@@ -188,6 +197,10 @@ class ShardedCollection(StagedModule[Step]):
         def plan() -> tuple[tuple[Routes, list[Mark | None]], Facts]:
             chosen, mapped = options or {}, id_ranges(self._id_maps)
             tables, marks = tables_of(module, shards, default_optimizer, chosen, mapped)
+            if stores is not None and (dense := [table.name for table in tables if table.options.dense]):
+                raise ValueError(
+                    f"tables {dense}: what trains by its gradient has all rows on the device, no row store"
+                )
             routes, facts = self._plan(tables, shards)
             return (routes, marks), {**facts, **facts_of_replicas(tables, shards, device)}
 
@@ -234,6 +247,7 @@ class ShardedCollection(StagedModule[Step]):
         # what the state dicts of this rank's tables are made of
         self.states = States(routes, local_tables, self._env)
         self._output_dtypes = output_dtypes(routes, self._policy.output_dtype, self._arrives_as)
+        self._dense_parameters = local_tables.dense_parameters()
         self._forget()
 
     def _forget(self) -> None:
@@ -460,7 +474,7 @@ class ShardedCollection(StagedModule[Step]):
             weights.append(batch.weights)
         # a batch that began without gradients gets none: replicated tables do not know the other ranks' ids
         with torch.set_grad_enabled(step.update and torch.is_grad_enabled()):
-            return ExchangedLookup.apply(self._anchor, self, step, *weights)  # type: ignore[no-any-return, no-untyped-call]
+            return ExchangedLookup.apply(self._anchor, self, step, *weights, *self._dense_parameters)  # type: ignore[no-any-return, no-untyped-call]
 
     def dense_rows(self, step: Step) -> dict[int, Tensor]:
         """Rows of each lookup in a table that is trained by its gradient."""
@@ -482,7 +496,11 @@ class ShardedCollection(StagedModule[Step]):
             for name, child in children._modules.items()
             if child is not None and child._parameters["weight"] is not own[name]
         }
-        if given and self._tables.follow(given):
+        if not given:
+            return
+        moved = self._tables.follow(given)
+        self._dense_parameters = self._tables.dense_parameters()
+        if moved:
             self._forget()
 
     def _ready(self, features: KeyedJaggedTensor | Exception) -> KeyedJaggedTensor | Exception:

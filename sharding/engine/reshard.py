@@ -56,7 +56,7 @@ def reshard(
 
     Raises:
         ValueError: the shards do not fit the tables, states per row would have to be split without `resplit`, a table
-            that is trained by its gradient would be cut (or the other way round), or rows are kept by a row store or
+            that is trained by its gradient would be cut in another way, or rows are kept by a row store or
             found by an id map, or gradients wait for a step. All ranks raise, and nothing is changed.
         RuntimeError: ranks disagree on the plan.
     """
@@ -147,11 +147,12 @@ def _go_over(
         local_tables.matrices()
         new = States(routes, local_tables, old.env)
         for name, table in new.tables.items():
-            stays = old.is_replicated(name) and new.is_replicated(name)
+            stays = old.is_replicated(name) and new.is_replicated(name) or old.shards[name] == new.shards[name]
             if table.optimizer is None and collection.parameter(name).requires_grad and not stays:
                 raise ValueError(
-                    f"table {name!r} is replicated and trained by its gradient: an optimizer in the backward, applied"
-                    " before sharding, would let it be cut"
+                    f"table {name!r} is trained by its gradient, which has the shape of this rank's part of it, as the"
+                    " states of its optimizer do: an optimizer in the backward, applied before sharding, would let it"
+                    " be cut in another way"
                 )
             before = set(_columns_of(old, name).values())
             strange = sorted(set(_columns_of(new, name).values()) - before)
@@ -180,7 +181,8 @@ def _options(table: Table, changed: TableOptions | None) -> TableOptions:
     """The options of a table under the new plan, which keeps what it says nothing of."""
     if changed is None:
         return table.options
-    options = changed.over(table.options)
+    # a table trains as it did: the kernel of a plan says nothing here
+    options = replace(changed.over(table.options), dense=table.options.dense)
     for what in ("stochastic_rounding", "weights_precision"):
         before, after = getattr(table.options, what), getattr(options, what)
         if what == "stochastic_rounding" and before is None:

@@ -174,6 +174,11 @@ class Routes:
         return [self.tables[table].dim for _, table in self.lookups]
 
     @cached_property
+    def dense_cuts(self) -> tuple[Table, ...]:
+        """Cut tables that are trained through their gradient, in the order of the module."""
+        return tuple(table for table in self.tables if table.options.dense)
+
+    @cached_property
     def dense_lookups(self) -> frozenset[int]:
         """Lookups in tables that are trained through their gradient."""
         return frozenset(slot.lookup for group in self.dense for slot in group.slots)

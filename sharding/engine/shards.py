@@ -34,6 +34,7 @@ class LocalShards:
         self._whole = WholeRows(routes)
         self.updates_together = bool(self._whole.blocks)
         self._with_others = [any(self._whole.has(shard) for shard in part.shards) for part in self.parts]
+        self._dense = {table.name for table in routes.dense_cuts}
         self._first_slot = routes.serving[rank].first_slot
         # groups that answer an evaluation and a training step
         asked = [g for g, part in enumerate(self.parts) if part.slots]
@@ -91,7 +92,8 @@ class LocalShards:
         rows: dict[int, Tensor] = {}
         # whether a backward comes back for the rows
         weights = step.sent_weights
-        holds = step.update and (step.trains or (weights is not None and weights.requires_grad))
+        trains = step.trains or bool(self.routes.dense_cuts)
+        holds = step.update and (trains or (weights is not None and weights.requires_grad))
         groups = self.tables.groups
         step.frozen = list(map(TableGroup.frozen, groups))
         if step.renewals:
@@ -143,6 +145,17 @@ class LocalShards:
         samples, begin, end = step.received_lengths.shape[1], step.first_id[g], step.first_id[g + 1]
         offsets = step.received_offsets[self._first_slot[g] * samples : self._first_slot[g + 1] * samples + 1]
         return step.received_ids[begin:end], offsets - begin, None if weights is None else weights[begin:end]
+
+    def table_gradients(self, step: Step, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients of the parameters of cut tables that train by them, before `update`, of the same `gradients`."""
+        of_groups = {}
+        for g, (slots, _) in step.leases.items():
+            group, part = self.tables.groups[g], self.parts[g]
+            if any(shard.table in self._dense for shard in part.shards):
+                _, offsets, factors = self._inputs(step, g)
+                pooling = group.pooling if self.routes.pooled else "sequence"
+                of_groups[g] = group.table_gradient(gradients[g], slots, offsets, factors, pooling)
+        return self.tables.parameter_gradients(of_groups)
 
     def update(self, step: Step, gradients: Sequence[Tensor], *, weight_gradients: bool) -> list[Tensor]:
         """Apply the fused update for the gradients [samples, columns] or [n, width] of each group's lookup.

@@ -48,13 +48,15 @@ def tables_of(
     options: dict[str, TableOptions],
     mapped: Mapping[str, int | None],
 ) -> tuple[list[Table], list[Mark | None]]:
-    """Tables and the optimizer marks they will carry; a frozen table has none, a cut one always has one otherwise."""
+    """Tables and the optimizer marks they will carry: none of what is frozen, or trained by its gradient."""
     replicated = {shard.table for shard in shards if shard.replica}
     tables, marks = [], []
     for config, param in zip(module._configs, module._own_parameters(), strict=True):
         default = None if config.name in replicated else default_optimizer
         mark = (optimizer_of(param) or default) if param.requires_grad else None
         chosen = options.get(config.name, TableOptions())
+        if chosen.dense:
+            mark = None
         dtype = param.dtype if chosen.weights_precision is None else dtype_named(chosen.weights_precision)
         if chosen.stochastic_rounding is not None:
             mark = _rounded(mark, chosen.stochastic_rounding, config.name, param.requires_grad)
@@ -192,6 +194,27 @@ class LocalTables:
             if mark is not None:
                 mark_optimizer(self.parameters[table.name], *mark)
 
+    def dense_parameters(self) -> list[nn.Parameter]:
+        """Parameters of cut tables that train by their gradients, of which this rank has rows."""
+        return [param for table in self._routes.dense_cuts if (param := self.parameters[table.name]).numel()]
+
+    def parameter_gradients(self, of_groups: Mapping[int, Tensor]) -> list[Tensor | None]:
+        """Gradients of `dense_parameters`, given those of the flat buffers of groups by number.
+
+        None for a table that no group has a gradient of. Each is a tensor of its own to autograd, on the memory of the
+        group's, so that it may be changed in place.
+        """
+        views: dict[str, list[Tensor]] = {}
+        for number, flat in of_groups.items():
+            for at, shape in enumerate(self.groups[number].tables):
+                views.setdefault(shape.name, []).append(self.groups[number].cut(flat, at))
+        gradients: list[Tensor | None] = []
+        for table in self._routes.dense_cuts:
+            if self.parameters[table.name].numel():
+                whole = _stacked(table.name, views[table.name]) if table.name in views else None
+                gradients.append(None if whole is None else _own(whole))
+        return gradients
+
     def frozen_tables(self) -> int:
         """A number that tells which parameters want no gradient; every rank has one for each table."""
         return sum((not param.requires_grad) << number for number, param in enumerate(self.parameters.values()))
@@ -289,6 +312,11 @@ class LocalTables:
         for name, param in self.parameters.items():
             children[name].register_parameter("weight", param)
         return children
+
+
+def _own(view: Tensor) -> Tensor:
+    """The same memory as a tensor that is no view to autograd."""
+    return view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
 def _stacked(name: str, views: Sequence[Tensor]) -> Tensor:

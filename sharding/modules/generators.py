@@ -1,8 +1,9 @@
 """Generators of plans by TorchRec's names: one call says how a table is cut, `construct_module_sharding_plan` cuts it.
 
 A generator is a strategy of `layout` and the placement of its shards. Rank r of hosts of `local_size` ranks computes on
-device r % local_size of its host. Tables in cut shards have the kernel "fused" (the optimizer in their backward)
-whether or not they have an optimizer yet; TorchRec gives those without one "dense".
+device r % local_size of its host. Where nobody says another kernel, a table in cut shards has "fused" if it has an
+optimizer in its backward, or if its sharder's `fused_params` give it one; else "dense": its gradient reaches its
+parameter, for an optimizer of the user's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+
+from shardwise.embeddings import optimizer_of
 
 from ...planner import layout
 from ...planner.layout import Shard
@@ -39,7 +42,7 @@ def data_parallel() -> ParameterShardingGenerator:
     def generate(
         param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: ModuleSharder[Any]
     ) -> ParameterSharding:
-        kernel = _kernel_of(sharder, ShardingType.DATA_PARALLEL, device_type, "dense")
+        kernel = _quantized(sharder, ShardingType.DATA_PARALLEL, device_type) or "dense"
         return ParameterSharding(ShardingType.DATA_PARALLEL.value, kernel, list(range(world_size)))
 
     return generate
@@ -72,7 +75,7 @@ def row_wise(
     Args:
         sizes_placement: rows of each rank, and the device type of all or of each. What is over the table's rows is cut
             off. As in TorchRec this is for quantized tables (kernel "quant") unless `compute_kernel` says otherwise.
-        compute_kernel: of the table; default "fused".
+        compute_kernel: of the table; by default as the head of this module says.
         num_buckets: cut between buckets of rows / num_buckets rows, as many buckets on each rank, the first ranks one
             more.
         reduction: as `TableOptions`.
@@ -119,7 +122,7 @@ def column_wise(
     Args:
         ranks: one for each shard; default 0, 1, ... of `size_per_rank`.
         size_per_rank: columns of each shard, the last cut to what is left; default the same number for each.
-        compute_kernel: of the table; default "fused".
+        compute_kernel: of the table; by default as the head of this module says.
         device_types: of each shard, if not the plan's.
         row_state: as `TableOptions`.
 
@@ -361,16 +364,22 @@ def _generator(
             for s, at in zip(shards, placements if placements and quantized else where, strict=True)
         ]
         ranks, spec = [shard.rank for shard in shards], EnumerableShardingSpec(cuts)
-        chosen = kernel or _kernel_of(sharder, kind, device_type, "fused")
+        chosen = kernel or _quantized(sharder, kind, device_type) or _trained(sharder, param)
         return ParameterSharding(kind.value, chosen, ranks, spec, reduction=reduction, row_state=row_state)
 
     return generate
 
 
-def _kernel_of(sharder: ModuleSharder[Any], kind: ShardingType, device_type: str, usual: str) -> str:
-    """The kernel of a table where nobody says: of quantized ones what their sharder offers first, else the usual."""
+def _quantized(sharder: ModuleSharder[Any], kind: ShardingType, device_type: str) -> str | None:
+    """The kernel that the sharder of quantized tables offers first; None of one for tables that train."""
     offered = sharder.compute_kernels(kind.value, device_type)
-    return next((kernel for kernel in offered if kernel.startswith("quant")), usual)
+    return next((kernel for kernel in offered if kernel.startswith("quant")), None)
+
+
+def _trained(sharder: ModuleSharder[Any], param: nn.Parameter) -> str:
+    """The kernel of a cut table that trains: "fused" where there is an optimizer for its backward, else "dense"."""
+    marked = hasattr(param, "_in_backward_optimizers") or optimizer_of(param) is not None
+    return "fused" if marked or getattr(sharder, "fused_params", None) else "dense"
 
 
 def _host(hosts: Hosts, index: int) -> Sequence[int]:

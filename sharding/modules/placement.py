@@ -32,6 +32,7 @@ from ..engine.collection import ShardedCollection
 from ..plan.device_fallback import PLANNED_ON
 from ..plan.module_sharder import ModuleSharder, require_tables
 from ..plan.plan import (
+    EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     ParameterSharding,
     ShardingPlan,
@@ -185,22 +186,31 @@ def collections_in(module: nn.Module) -> list[EmbeddingBagCollection | Embedding
     return [one for one in module.modules() if isinstance(one, EmbeddingBagCollection | EmbeddingCollection)]
 
 
-def warn_of_default_optimizer(places: Sequence[Place], plan: ShardingPlan, stacklevel: int) -> None:
-    """Name the tables whose sharded form trains with SGD because nobody chose another optimizer."""
+def warn_of_optimizers(places: Sequence[Place], plan: ShardingPlan, stacklevel: int) -> None:
+    """Name tables that train by SGD because nobody chose an optimizer, and those whose optimizer a plan passes over."""
     without: list[str] = []
+    unused: list[str] = []
     for place in places:
-        of_module = plan.get_plan_for_module(place.path)
-        chosen = not isinstance(place.sharder, BaseEmbeddingSharder) or place.sharder.fused_params
-        if of_module is not None and not chosen:
-            without += [
-                name
-                for name, param in place.parameters().items()
-                if param.requires_grad and optimizer_of(param) is None and of_module[name].sharding_spec is not None
-            ]
+        of_module: Mapping[str, ParameterSharding] = plan.get_plan_for_module(place.path) or {}
+        default = not isinstance(place.sharder, BaseEmbeddingSharder) or place.sharder.fused_params
+        for name, param in place.parameters().items() if of_module else ():
+            if param.requires_grad and of_module[name].sharding_spec is not None:
+                marked = optimizer_of(param) is not None
+                if of_module[name].compute_kernel == EmbeddingComputeKernel.DENSE.value:
+                    unused += [name] * bool(marked or getattr(place.sharder, "fused_params", None))
+                elif not (marked or default):
+                    without.append(name)
     if without:
         warnings.warn(
             f"tables {without} have no optimizer: sharded, their backward trains them with SGD at lr 0.01."
             " Choose one with apply_optimizer_in_backward before sharding",
+            stacklevel=stacklevel + 1,
+        )
+    if unused:
+        warnings.warn(
+            f"the plan has compute_kernel 'dense' for tables {unused}: an ordinary optimizer over their parameters"
+            " trains them, and the optimizer in their backward, or of their sharder's fused_params, has no effect."
+            " compute_kernel 'fused' keeps it",
             stacklevel=stacklevel + 1,
         )
 

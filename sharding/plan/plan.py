@@ -270,6 +270,7 @@ def options_of(sharding: ParameterSharding) -> TableOptions:
         None if sharding.output_dtype is None else type_name(sharding.output_dtype),
         None if mode is None else bounds_check_name(mode),
         sharding.stochastic_rounding,
+        dense=sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value and sharding.sharding_spec is not None,
     )
 
 
@@ -281,8 +282,7 @@ def shards_of(name: str, sharding: ParameterSharding, rows: int, dim: int, world
 
     Raises:
         ValueError: a shard's placement names no rank, `ranks` says otherwise than the shards, the kernel is none of
-            `SERVED_KERNELS`, a table that is not replicated asks for the dense one, or `bounds_check_mode` or
-            `output_dtype` is none that tables which train have.
+            `SERVED_KERNELS`, or `bounds_check_mode` or `output_dtype` is none that tables which train have.
     """
     _require_served(name, sharding)
     if sharding.sharding_spec is None:
@@ -311,12 +311,7 @@ def _require_served(name: str, sharding: ParameterSharding) -> None:
     if sharding.compute_kernel not in SERVED_KERNELS:
         raise ValueError(
             f"table {name!r}: compute_kernel {sharding.compute_kernel!r} is not served: a plan to train with has"
-            " 'fused' (or 'dense' for a data_parallel table)"
-        )
-    if not any(sharding.compute_kernel in types[sharding.sharding_type] for types in CAPABILITIES.values()):
-        raise ValueError(
-            f"table {name!r}: only data_parallel tables have a dense gradient; a {sharding.sharding_type} table trains"
-            " by the optimizer in its backward, so its compute_kernel is 'fused'"
+            " 'fused' (an optimizer in the backward) or 'dense' (a gradient for an ordinary optimizer)"
         )
     for what, reason in check_settings(name, sharding, TRAINED_SETTINGS).items():
         warnings.warn(f"the plan's {what} (table {name!r}) has no effect: {reason}", stacklevel=3)

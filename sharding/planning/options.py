@@ -169,7 +169,7 @@ def validate_rank_assignment(sharding_plan: ShardingPlan, topology: Topology) ->
 
 
 def validate_compute_kernels(best_plan: Sequence[ShardingOption]) -> None:
-    """Check that every option's kernel exists, goes with its sharding type, and takes no negative storage.
+    """Check that every option's kernel exists and takes no negative storage. Any sharding type goes with "dense".
 
     Raises:
         PlannerError: some do not; names all of them.
@@ -181,8 +181,6 @@ def validate_compute_kernels(best_plan: Sequence[ShardingOption]) -> None:
         if kernel not in known:
             faults.append(f"{option.fqn}: there is no compute kernel {kernel!r}")
             continue
-        if kernel == EmbeddingComputeKernel.DENSE.value and option.sharding_type != _DATA_PARALLEL:
-            faults.append(f"{option.fqn}: kernel 'dense' is for data_parallel tables, this is {option.sharding_type}")
         if kernel in _CACHED and share is not None and not 0 < share < 1:
             faults.append(f"{option.fqn}: {kernel} needs a cache_load_factor between 0 and 1, got {share}")
         storage = option.total_storage

@@ -147,6 +147,8 @@ class EmbeddingPlannerBase(ABC):
         )
         self._stats: list[Stats] = stats if isinstance(stats, list) else [] if stats is None else [stats]
         self._debug, self._callbacks, self._timeout_seconds = debug, list(callbacks or []), timeout_seconds
+        # what was planned last, if the enumerator has not seen it
+        self._planned: tuple[nn.Module, list[ModuleSharder[Any]]] | None = None
 
     @abstractmethod
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> ShardingPlan:
@@ -184,20 +186,31 @@ class EmbeddingPlannerBase(ABC):
         return plan
 
     def hash_planner_context_inputs(self) -> int:
-        """A number that stands for topology, batch size, enumerator, reservation and constraints.
+        """A number that stands for topology, batch size, enumerator, reservation and constraints, after `plan`.
+
+        Equal in all processes that planned the same.
 
         Raises:
-            ValueError: the enumerator has not enumerated yet.
+            ValueError: nothing was planned yet.
         """
+        self._enumerate_planned()
         return hash_planner_context_inputs(
             self._topology, self._batch_size, self._enumerator, self._storage_reservation, self._constraints
         )
 
     def hash_planner_context_inputs_str(self) -> str:
         """As `hash_planner_context_inputs`, as text."""
+        self._enumerate_planned()
         return hash_planner_context_inputs_str(
             self._topology, self._batch_size, self._enumerator, self._storage_reservation, self._constraints
         )
+
+    def _enumerate_planned(self) -> None:
+        """Have the enumerator list what may be done with the module that was planned, if the plan did without it."""
+        if self._planned is not None:
+            module, sharders = self._planned
+            self._enumerator.enumerate(module=module, sharders=sharders)
+            self._planned = None
 
 
 class EmbeddingShardingPlanner(EmbeddingPlannerBase):
@@ -305,9 +318,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         begin = time.perf_counter()
         self._num_proposals = self._num_plans = 0
         self._best_plan = self._last_plan = self._summary = None
-        may_replicate = [
-            name for name, given in (self._constraints or {}).items() if DATA_PARALLEL in (given.sharding_types or ())
-        ]
+        may_replicate = [name for name, given in (self._constraints or {}).items() if _asks_for_replicas(given)]
         model = tables_of_model(module, sharders, self._topology.compute_device, may_replicate)
         if not model.modules:
             return to_sharding_plan([], self._topology)
@@ -323,6 +334,9 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
             constraints, [table for table in model.tables if table.is_ours], self._topology.compute_device
         )
         options = self._by_options(module, sharders, reserved)
+        self._planned = None
+        if self._is_ours and not self._is_custom_enumerator and self.plan_loader is None:
+            self._planned = module, sharders
         if options is None:
             options = self._by_tables(model, reserved, constraints)
         for callback in self._callbacks:
@@ -455,6 +469,13 @@ def plan_for(
             return EmbeddingShardingPlanner(here).plan(module, list(sharders))
 
     return plan_on_leader(env.process_group, make)
+
+
+def _asks_for_replicas(given: ParameterConstraints) -> bool:
+    """Whether a constraint names data_parallel, or by the kernel "dense" alone leaves nothing else."""
+    if given.sharding_types is None:
+        return bool(given.compute_kernels) and set(given.compute_kernels or ()) <= {"dense", "batched_dense"}
+    return DATA_PARALLEL in given.sharding_types
 
 
 def _of_tables(

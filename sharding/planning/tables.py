@@ -8,7 +8,7 @@ feature; whatever else a sharder places is replicated.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -79,10 +79,11 @@ def tables_of_model(
     """The tables of a model's modules that have a sharder.
 
     Args:
-        compute_device: "cpu" or "cuda".
+        compute_device: "cpu", "cuda" or "mtia".
         may_replicate: names of tables that may be data_parallel though that changes how they train. All others are only
-            if they have an optimizer in the backward, which every replica then applies, or do not train: a replica
-            without one leaves its gradient to the optimizer of the dense layers, whatever its sharder's default is.
+            if they have an optimizer in the backward, which every replica then applies, or do not train, or their
+            sharder offers nothing else: a replica without one leaves its gradient to the optimizer of the dense layers,
+            whatever its sharder's default is.
     """
     tables: list[ModelTable] = []
     replicated: list[tuple[str, str]] = []
@@ -132,10 +133,10 @@ class OfModel:
 
     def ways(self, table: Table, constraint: ParameterConstraints | None = None) -> Sequence[Way]:
         """Those of `cost` that the table's sharder offers."""
-        ways = self._cost.ways(table, constraint)
-        if isinstance(table, ModelTable):
-            return [way for way in ways if (way.sharding_type, way.compute_kernel) in table.ways]
-        return ways
+        if not isinstance(table, ModelTable):
+            return self._cost.ways(table, constraint)
+        ways = self._cost.ways(table, _offered(table, constraint))
+        return [way for way in ways if (way.sharding_type, way.compute_kernel) in table.ways]
 
     def price(self, table: Table, way: Way) -> Choice:
         """As `cost`."""
@@ -148,6 +149,21 @@ class OfModel:
     def at(self, topology: Topology, batch_size: int) -> OfModel:
         """The same for other machines."""
         return OfModel(at(self._cost, topology, batch_size))
+
+
+def _offered(table: ModelTable, constraint: ParameterConstraints | None) -> ParameterConstraints | None:
+    """A constraint, and what a sharder that offers cut tables no fused kernel leaves of it, where it leaves less."""
+    kernels = list(dict.fromkeys(kernel for kind, kernel in table.ways if kind != DATA_PARALLEL))
+    if table.served or not table.ways or "fused" in kernels:
+        return constraint
+    types = list(dict.fromkeys(kind for kind, _ in table.ways))
+    kernels = list(dict.fromkeys(kernel for _, kernel in table.ways))
+    asked = constraint or ParameterConstraints()
+    if asked.sharding_types is not None:
+        types = [kind for kind in asked.sharding_types if kind in types]
+    if asked.compute_kernels is not None:
+        kernels = [kernel for kernel in asked.compute_kernels if kernel in kernels]
+    return replace(asked, sharding_types=types, compute_kernels=kernels)
 
 
 def _configs(module: nn.Module) -> Iterator[tuple[BaseEmbeddingConfig, bool, bool]]:
@@ -168,15 +184,24 @@ def _ways(
     sharder: ModuleSharder[Any], param: nn.Parameter, compute_device: str, may_replicate: bool, *, served: bool
 ) -> tuple[tuple[str, str], ...]:
     # a replica of a table that is served would be on one device alone: that of outputs, whatever its memory
+    types = sharder.sharding_types(compute_device)
     keeps = may_replicate or not (served or param.requires_grad) or optimizer_of(param) is not None
     is_ours = isinstance(sharder, BaseEmbeddingSharder)
-    trains = CAPABILITIES.get(compute_device, {})
     return tuple(
         (kind, kernel)
-        for kind in sharder.sharding_types(compute_device)
-        if kind != DATA_PARALLEL or keeps or not (is_ours or served)
-        for kernel in (trains.get(kind, ()) if is_ours else sharder.compute_kernels(kind, compute_device))
+        for kind in types
+        if kind != DATA_PARALLEL or keeps or not (is_ours or served) or types == [DATA_PARALLEL]
+        for kernel in _kernels(sharder, kind, compute_device)
     )
+
+
+def _kernels(sharder: ModuleSharder[Any], kind: str, compute_device: str) -> Sequence[str]:
+    """The kernels of a sharder; of ours all that the engine runs, unless it offers others of them than the usual."""
+    offered, trains = sharder.compute_kernels(kind, compute_device), CAPABILITIES.get(compute_device, {}).get(kind, ())
+    if not isinstance(sharder, BaseEmbeddingSharder):
+        return offered
+    chosen = [kernel for kernel in offered if kernel in trains]
+    return trains if chosen in ([], list(trains[:1])) else chosen
 
 
 def _optimizer(sharder: ModuleSharder[Any], param: nn.Parameter) -> str | None:

@@ -180,7 +180,7 @@ def test_a_callback_cannot_make_a_plan_that_sharding_refuses() -> None:
 
 
 def test_a_device_group_is_a_device() -> None:
-    with pytest.raises(PlannerError, match="table 't': device_group must be one of cpu, cuda, got 'gpu'"):
+    with pytest.raises(PlannerError, match="table 't': device_group must be one of cpu, cuda, mtia, got 'gpu'"):
         planned(bags(), "ours", "t", ParameterConstraints(device_group="gpu"))
 
 

@@ -132,7 +132,7 @@ def test_the_types_that_machines_have(topology: Topology, names: set[str]) -> No
         # as `layout.split_columns` leaves a table whole that has too few columns
         (ParameterConstraints(sharding_types=["column_wise"], min_partition=100), {("column_wise", (128,))}),
         (ParameterConstraints(sharding_types=["table_row_wise"]), {("table_row_wise", (128,))}),
-        (ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["dense"]), set()),
+        (ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["dense"]), {("row_wise", (128,))}),
         (ParameterConstraints(compute_kernels=["fused_uvm"]), set()),
     ],
 )
@@ -141,6 +141,14 @@ def test_a_constraint_leaves_what_it_allows(
 ) -> None:
     ways = ways_of(_table(), Topology(4, "cpu"), constraint)
     assert {(way.sharding_type, way.widths) for way in ways} == found
+
+
+def test_a_cut_table_is_dense_where_type_and_kernel_are_named() -> None:
+    """The kernel alone means replicas, and a type alone the optimizer in the backward."""
+    for kind in ("table_wise", "row_wise", "column_wise"):
+        for kernels, expected in ((None, "fused"), (["dense"], "dense"), (["dense", "fused"], "fused")):
+            asked = ParameterConstraints(sharding_types=[kind], compute_kernels=kernels)
+            assert {way.compute_kernel for way in ways_of(_table(), Topology(4, "cpu"), asked)} == {expected}
 
 
 def test_a_constraint_on_kernels_chooses_among_those_of_a_type() -> None:

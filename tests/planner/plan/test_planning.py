@@ -169,10 +169,9 @@ WRONG = {
         "table 'item': ranks=[0, 1] leaves ranks [0, 1], and sharding_types=['row_wise'] leaves row_wise",
     ),
     "a kernel that the type has not": (
-        {"item": ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["dense"])},
+        {"item": ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused_uvm"])},
         PlannerErrorType.STRICT_CONSTRAINTS,
-        "table 'item': sharding_types=['row_wise'], compute_kernels=['dense'] leaves no way to place it:"
-        " without sharding_types there would be data_parallel (dense);"
+        "table 'item': sharding_types=['row_wise'], compute_kernels=['fused_uvm'] leaves no way to place it:"
         " without compute_kernels there would be row_wise (fused)",
     ),
     "a group with a table that is cut": (

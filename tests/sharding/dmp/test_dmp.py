@@ -452,7 +452,8 @@ def test_a_table_without_an_optimizer_is_named_in_a_warning() -> None:
     model = ebc()
     apply_optimizer_in_backward(torch.optim.SGD, [model.embedding_bags["user"].weight], {"lr": 0.1})  # type: ignore[union-attr, list-item]
     model.embedding_bags["item"].weight.requires_grad_(False)  # type: ignore[union-attr]
-    where: dict[str, Any] = {name: table_wise(0) for name in TABLES} | {"genre": data_parallel()}
+    fused = table_wise(0, compute_kernel="fused")
+    where: dict[str, Any] = dict.fromkeys(TABLES, fused) | {"genre": data_parallel()}
     plan = ShardingPlan({"": construct_module_sharding_plan(model, where, world_size=1)})
     with pytest.warns(UserWarning, match=r"tables \['day'\] have no optimizer.*SGD at lr 0\.01"):
         dmp = DistributedModelParallel(model, env=ShardingEnv.from_local(1, 0), plan=plan)

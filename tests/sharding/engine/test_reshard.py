@@ -312,4 +312,4 @@ def test_tables_that_would_count_updates_together_must_agree_on_them() -> None:
     for message, dense in run_ranks(2, counts):
         match = re.search(r"^ValueError: tables \['t0', 't1', 't2'\] have seen .*, (\[.*\]), and", message)
         assert match and set(match[1]) == set("[0, 5]"), message
-        assert dense.startswith("ValueError: rank 0: table 't' is replicated and trained by its gradient")
+        assert dense.startswith("ValueError: rank 0: table 't' is trained by its gradient, which has the shape")

@@ -151,7 +151,7 @@ def check_other_plans() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     bags = make("sum", "weights").bags
     wanted = [bags(*inputs(rank, "weights", step)).detach() for step in range(2)]
-    sharded = shard(bags, row_wise(), world, dist.group.WORLD)
+    sharded = shard(bags, row_wise(compute_kernel="fused"), world, dist.group.WORLD)
     parameter = sharded.weight
     sharded.reshard(layout.column_wise("weight", ROWS, DIM, [1, 0]))
     assert_close(sharded(*inputs(rank, "weights", 0)).wait(), wanted[0])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as torchs_apply
 
 from shardwise import (
     EmbeddingBagCollection,
@@ -15,6 +17,7 @@ from shardwise import (
     EmbeddingCollection,
     EmbeddingConfig,
     FusedEmbeddingBagCollection,
+    apply_optimizer_in_backward,
 )
 from shardwise.planner import layout
 from shardwise.sharding import (
@@ -121,9 +124,45 @@ def test_every_rank_has_a_replica() -> None:
     )  # fmt: skip
 
 
-def test_a_cut_table_is_fused_whether_or_not_it_has_an_optimizer_yet() -> None:
-    """torchrec 1.8.0 says "dense" for a table without an optimizer in its backward."""
-    assert plan(row_wise(), 7, 12).compute_kernel == "fused"
+MARKS: dict[str, Any] = {
+    "none": lambda module: None,
+    "ours": lambda module: apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1}),
+    "torch's": lambda module: torchs_apply(torch.optim.SGD, module.parameters(), {"lr": 0.1}),
+    # as TorchRec marks parameters of sharded modules
+    "the attribute": lambda module: [vars(param).update(_in_backward_optimizers=[]) for param in module.parameters()],
+}
+CUTS = {
+    "table_wise": table_wise, "row_wise": row_wise, "column_wise": column_wise, "table_row_wise": table_row_wise,
+    "table_column_wise": table_column_wise, "grid_shard": grid_shard,
+}  # fmt: skip
+WHERE: dict[str, Any] = {
+    "table_wise": {"rank": 1}, "row_wise": {}, "column_wise": {"ranks": [0, 1]}, "table_row_wise": {"host_index": 0},
+    "table_column_wise": {"host_index": 0}, "grid_shard": {"host_indexes": [0, 1]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("kind", CUTS)
+def test_a_cut_table_is_dense_unless_an_optimizer_says_fused(kind: str, mark: str, device: str) -> None:
+    """As torchrec 1.8.0, which passes `fused_params` over: here they say it as well."""
+    module = collection(8, 64)
+    MARKS[mark](module)
+    for given, fused in ((None, False), ({}, False), ({"learning_rate": 0.1}, True)):
+        sharder = EmbeddingBagCollectionSharder(fused_params=given)
+        everywhere = apply_to_all(module, CUTS[kind](**WHERE[kind]), sharder)
+        of_table = construct_module_sharding_plan(module, everywhere, sharder, 2, 4, device)["t"]
+        assert of_table.compute_kernel == ("fused" if mark != "none" or fused else "dense")
+        replicas = construct_module_sharding_plan(module, {"t": data_parallel()}, sharder, 2, 4, device)["t"]
+        assert replicas.compute_kernel == "dense"
+
+
+def test_a_generator_takes_the_kernel_that_is_asked_for() -> None:
+    module = collection(7, 12)
+    apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    asked = construct_module_sharding_plan(module, {"t": row_wise(compute_kernel="dense")}, None, 2, 4, "cpu")
+    assert asked["t"].compute_kernel == "dense"
+    assert plan(row_wise(compute_kernel="fused"), 7, 12).compute_kernel == "fused"
     assert plan(row_wise(compute_kernel="fused_triton"), 7, 12).compute_kernel == "fused_triton"
     assert plan(table_wise(0, compute_kernel="batched_dense"), 7, 12).compute_kernel == "dense"
     assert plan(column_wise([0], None, "fused_uvm"), 7, 12).compute_kernel == "fused_uvm"
@@ -191,7 +230,8 @@ def test_a_table_goes_by_columns_to_one_host() -> None:
     ],
 )
 def test_a_generator_says_how_shards_work_together(generator: Any, options: TableOptions) -> None:
-    assert options_of(plan(generator, 7, 12)) == options
+    sharding = plan(generator, 7, 12)
+    assert options_of(sharding) == replace(options, dense=sharding.sharding_spec is not None)
 
 
 @pytest.mark.parametrize(

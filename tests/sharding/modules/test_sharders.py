@@ -135,7 +135,7 @@ def test_storage_is_counted_where_a_table_lies() -> None:
         lambda: sharder.compute_kernels("row_wise", "tpu"),
         lambda: sharder.storage_usage(table, "tpu", "fused"),
     ):
-        with pytest.raises(ValueError, match="compute_device_type must be 'cpu' or 'cuda', got 'tpu'"):
+        with pytest.raises(ValueError, match="compute_device_type must be 'cpu' or 'cuda' or 'mtia', got 'tpu'"):
             call()
 
 

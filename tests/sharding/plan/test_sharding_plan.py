@@ -30,6 +30,7 @@ from shardwise import (
     ParameterSharding,
     ShardingEnv,
     ShardingPlan,
+    apply_optimizer_in_backward,
     construct_module_sharding_plan,
     get_default_sharders,
 )
@@ -63,6 +64,7 @@ EBC = EmbeddingBagCollection(
     ],
     device="meta",
 )
+apply_optimizer_in_backward(torch.optim.SGD, EBC.parameters(), {"lr": 0.1})
 MIXED: dict[str, Any] = {"product_table": table_wise(rank=1), "user": data_parallel(), "t": table_wise(rank=0)}
 
 # printed by torchrec 1.8.0 for the same plans
@@ -216,9 +218,10 @@ def test_names_of_torchrec_that_we_do_not_serve_can_be_written_and_not_used() ->
     assert {kind.value for kind in EmbeddingComputeKernel} >= {"quant", "key_value", "dram_ssd_virtual_table"}
     for kernel in EmbeddingComputeKernel:
         sharding = ParameterSharding("table_wise", kernel.value, [0], spec())
-        if kernel.value in ("fused", "fused_triton"):
+        if kernel.value in ("fused", "fused_triton", "dense"):
             assert shards_of("t", sharding, 7, 4, 2) == [Shard("t", 0, (0, 7), (0, 4))]
-        elif kernel.value != "dense":
+            assert options_of(sharding).dense == (kernel.value == "dense")
+        else:
             with pytest.raises(
                 ValueError, match=f"table 't': compute_kernel '{kernel.value}' is not served: a plan to"
             ):
@@ -305,19 +308,15 @@ def test_a_parameter_sharding_becomes_shards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "placement", "message"),
+    ("placement", "message"),
     [
-        ("fused", "cpu", "table 't': a shard's placement names no rank: cpu"),
-        ("fused", None, "table 't': a shard's placement names no rank: None"),
-        ("batched_dense", "rank:0/cpu", "table 't': only data_parallel tables have a dense gradient"),
+        ("cpu", "table 't': a shard's placement names no rank: cpu"),
+        (None, "table 't': a shard's placement names no rank: None"),
     ],
 )
-def test_a_parameter_sharding_that_cannot_be_placed_is_refused(
-    kernel: str, placement: str | None, message: str
-) -> None:
-    """The dense kernel of a table on one rank was passed over: the table trained by the fused default instead."""
+def test_a_parameter_sharding_that_cannot_be_placed_is_refused(placement: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        shards_of("t", ParameterSharding("table_wise", kernel, [0], spec(placement)), 7, 4, 2)
+        shards_of("t", ParameterSharding("table_wise", "fused", [0], spec(placement)), 7, 4, 2)
 
 
 def test_a_plan_without_a_process_group_needs_a_world_size() -> None:
