@@ -1,0 +1,6 @@
+"""Named tables of a live TorchRec job on ours, to try and take back: `canary` and what it gives."""
+
+from .attach import Canary, canary
+from .report import CanaryReport, Difference, Half
+
+__all__ = ["Canary", "CanaryReport", "Difference", "Half", "canary"]
