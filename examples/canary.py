@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import tempfile
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ def train(model: Any, steps: int) -> float:
         loss = model(KeyedJaggedTensor(keys=TABLES, values=ids, lengths=lengths))
         loss.backward()
         dense.step()
-    return float(loss)
+    return loss.item()
 
 
 def main() -> None:
@@ -84,7 +83,7 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = sharded()
     print(f"FBGEMM alone: loss {train(model, 20):.3f}")
     # beside FBGEMM first, which goes on answering: every step of ours is compared

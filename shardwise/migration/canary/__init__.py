@@ -2,5 +2,6 @@
 
 from .attach import Canary, canary
 from .report import CanaryReport, Difference, Half
+from .shadow import CanaryDifference
 
-__all__ = ["Canary", "CanaryReport", "Difference", "Half", "canary"]
+__all__ = ["Canary", "CanaryDifference", "CanaryReport", "Difference", "Half", "canary"]
