@@ -97,6 +97,9 @@ if TYPE_CHECKING:
     from .kernels import (
         BoundsCheckMode,
     )
+    from .migration.canary import (
+        canary,
+    )
     from .models import (
         DLRM,
         DLRMTrain,
@@ -228,6 +231,7 @@ __all__ = [
     "__version__",
     "accumulate",
     "apply_optimizer_in_backward",
+    "canary",
     "construct_module_sharding_plan",
     "define_optimizer",
     "flatten_kjt_list",
@@ -328,6 +332,7 @@ _HOME = {
     "WeightDecayMode": "embeddings",
     "accumulate": "sharding",
     "apply_optimizer_in_backward": "embeddings",
+    "canary": "migration.canary",
     "construct_module_sharding_plan": "sharding",
     "define_optimizer": "embeddings",
     "flatten_kjt_list": "jagged",

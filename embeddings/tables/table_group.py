@@ -180,6 +180,27 @@ class TableGroup:
         # what the update hangs on in the autograd graph: no parameter, no gradient of its own
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
 
+    def adopt(self, flat: Tensor, states: Sequence[Tensor]) -> None:
+        """Look up and train in memory that somebody else holds; the group may have been made on meta.
+
+        Args:
+            flat: [elements], the tables one after another as they lie in the group's own buffer.
+            states: of the optimizer, fp32, each with a number for every row, or for every element, in the same order.
+
+        Raises:
+            ValueError: another number of elements or states, or another dtype.
+        """
+        given = [(buffer.numel(), buffer.dtype) for buffer in (flat, *states)]
+        own = [(buffer.numel(), buffer.dtype) for buffer in (self.flat, *self.states)]
+        if given != own:
+            raise ValueError(f"memory for tables and states must have sizes and dtypes {own}, got {given}")
+        self.flat, self.states = flat, [state.view(-1) for state in states]
+        spec, device = self.optimizer or OptimizerSpec("gradient"), flat.device
+        self.hyper = replace(spec, lr=self.lr).hyper(device)
+        if self.step.is_meta:
+            self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._place(device, fresh=False)
+
     def trained(self, frozen: Frozen | None = None) -> Tensor:
         """The features of an update that leaves some tables alone: by default those that are frozen now."""
         frozen = self.frozen() if frozen is None else frozen

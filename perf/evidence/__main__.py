@@ -21,6 +21,7 @@ from shardwise.perf.suite.options import FLAG, Options, parser_of
 KNOWN = {
     "operations": ("compare_torchrec", "docs/beside_torchrec.md"),
     "sharding": ("compare_sharding", "docs/beside_torchrec_sharding.md"),
+    "canary": ("canary.compare", "docs/canary.md"),
     "checkpoint": ("compare_checkpoint", "docs/checkpoints_convert.md"),
     "quant": ("compare_quant", "docs/beside_fbgemm_quant.md"),
     "parity": ("parity", "docs/parity.md"),

@@ -35,6 +35,12 @@ def test_quickstart_says_what_it_did() -> None:
     assert "ignored: 0.0" in printed
 
 
+def test_a_canary_says_what_it_needs() -> None:
+    lines = run_script("examples/canary.py").splitlines()
+    assert lines[0].startswith("torchrec is not installed")
+    assert lines[1] == "canary tries tables of a TorchRec model on shardwise, and torchrec is not imported here"
+
+
 @pytest.mark.full
 def test_every_optimizer_of_the_example_learns() -> None:
     losses = re.findall(r"(\w+)(?: \(a rule\))?: loss (\S+) -> (\S+)", run_script("examples/optimizers.py"))

@@ -81,6 +81,7 @@ ROOMS: dict[str, set[str]] = {
     "perf/counts": {"perf/suite"},
     "perf/doctor": {"perf/selftest", "perf/suite"},
     "perf/evidence": {"perf/counts", "perf/suite", "perf/suite/cases", "perf/suite/operations"},
+    "perf/evidence/canary": {"perf/evidence", "perf/suite"},
     "perf/evidence/fbgemm": {"perf/evidence", "perf/evidence/fbgemm/calls", "perf/suite"},
     "perf/evidence/same_bits": {"perf/counts", "perf/evidence", "perf/suite"},
     "perf/gpu/cases": {"perf/gpu", "perf/selftest", "perf/suite"},
@@ -112,6 +113,7 @@ ROOMS: dict[str, set[str]] = {
     "shardwise/__main__.py": {"shardwise/cli"},
     "shardwise/cli": {"shardwise/checkpoint.py", "shardwise/migration"},
     "shardwise/migration": {"shardwise/__init__.py"},
+    "shardwise/migration/canary": set(),
     "shardwise/served": {"shardwise/migration"},
     "shardwise/torchrec.py": {"shardwise/migration"},
 }

@@ -1,0 +1,1 @@
+"""A canary in the real TorchRec."""
