@@ -7,14 +7,16 @@ identities [S, 1], -1 where a slot is free.
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from shardwise import kernels
 from shardwise.kernels import BoundsCheckMode
+from shardwise.kernels._op import runs_kernel
+from shardwise.kernels.hashes import murmur_hash, unsigned_remainder
 
-from .hashes import murmur_hash, unsigned_remainder
 from .registry import op
 from .slots import FREE, slots_in_turn
 
@@ -65,30 +67,58 @@ def bounds_check_indices(
         begins[-1] = size
     else:
         begins = inside[:: bags // tables] if bags else inside.expand(tables + 1)
+    if runs_kernel(indices):
+        _bound_on_device(mode, rows_per_table, indices, offsets, inside, begins, warning)
+        return
     # rows of the table of each id; ids before the first bag are in none, and are not looked at
     rows = torch.cat([rows_per_table.new_full((1,), -1), rows_per_table])
     rows = rows.repeat_interleave(torch.cat([begins[:1], begins.diff()]), output_size=size)  # [N]
     outside = ((indices < -1) | (indices >= rows)) & (rows >= 0)
     if mode is BoundsCheckMode.FATAL:
-        _require_none(offsets, inside, indices, outside, rows)
+        _require_none(offsets, inside, indices, outside, rows_per_table, begins)
         return
     if mode is BoundsCheckMode.WARNING:
-        # FBGEMM counts bags as it corrects one after another: the begin of each is corrected, its end is not
-        ends = torch.cat([offsets[1:-1], inside[-1:]])[:bags]
-        fallen = (ends < inside[:-1]) | (ends > size)
-        fallen[:1] |= (offsets[:1] != inside[:1])[:bags]
-        wrong = fallen.sum() + (offsets[-1] != size)
-        warning.zero_()
-        warning[0] = outside.sum() + wrong
-        # asked on the CPU alone, where it is no wait
-        if warning.is_cpu and int(warning[0]):
-            warnings.warn(
-                f"bounds_check_indices: {int(outside.sum())} ids outside their tables were set to 0, "
-                f"{int(wrong)} offsets put within the {size} ids",
-                stacklevel=2,
-            )
+        _warn(warning, outside.sum(), offsets, inside, size)
     offsets.copy_(inside)
     indices.masked_fill_(outside, 0)
+
+
+def _warn(warning: Tensor, outside: Tensor, offsets: Tensor, inside: Tensor, size: int) -> None:
+    """Count in `warning` what is corrected: the ids `outside`, and offsets."""
+    bags = offsets.shape[0] - 1
+    # FBGEMM counts bags as it corrects one after another: the begin of each is corrected, its end is not
+    ends = torch.cat([offsets[1:-1], inside[-1:]])[:bags]
+    fallen = (ends < inside[:-1]) | (ends > size)
+    fallen[:1] |= (offsets[:1] != inside[:1])[:bags]
+    wrong = fallen.sum() + (offsets[-1] != size)
+    warning.zero_()
+    warning[0] = outside + wrong
+    # asked on the CPU alone, where it is no wait
+    if warning.is_cpu and int(warning[0]):
+        warnings.warn(
+            f"bounds_check_indices: {int(outside)} ids outside their tables were set to 0, "
+            f"{int(wrong)} offsets put within the {size} ids",
+            stacklevel=3,
+        )
+
+
+def _bound_on_device(
+    mode: BoundsCheckMode,
+    rows_per_table: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    inside: Tensor,
+    begins: Tensor,
+    warning: Tensor,
+) -> None:
+    """`bounds_check_indices` where a kernel goes through the ids."""
+    count = torch.ops.shardwise.bound_ids(indices, rows_per_table, begins, mode is not BoundsCheckMode.FATAL)
+    if mode is BoundsCheckMode.FATAL:
+        _require_none(offsets, inside, indices, count, rows_per_table, begins)
+        return
+    if mode is BoundsCheckMode.WARNING:
+        _warn(warning, count[0], offsets, inside, indices.shape[0])
+    offsets.copy_(inside)
 
 
 def _checked_mode(
@@ -139,8 +169,10 @@ def _checked_mode(
     return asked
 
 
-def _require_none(offsets: Tensor, inside: Tensor, indices: Tensor, outside: Tensor, rows: Tensor) -> None:
-    """Raise where anything is to be corrected."""
+def _require_none(
+    offsets: Tensor, inside: Tensor, indices: Tensor, outside: Tensor, rows_per_table: Tensor, begins: Tensor
+) -> None:
+    """Raise where anything is to be corrected: an offset, or an id where `outside`, or their number, is not 0."""
     differs = offsets != inside
     bad = differs.any() | outside.any()
     if kernels.capturing():
@@ -156,8 +188,11 @@ def _require_none(offsets: Tensor, inside: Tensor, indices: Tensor, outside: Ten
             f"offsets must go up to the number of indices, {indices.shape[0]}, without falling, "
             f"got offsets[{at}] = {int(offsets[at])}, where {int(inside[at])} would be in range"
         )
-    at = int(outside.int().argmax())
-    raise IndexError(f"indices[{at}] is {int(indices[at])}, outside its table of {int(rows[at])} rows")
+    ids, ends, limits = indices.tolist(), begins.tolist(), rows_per_table.tolist()
+    for table, (begin, end) in enumerate(pairwise(ends)):
+        for at in range(begin, end):
+            if not -1 <= ids[at] < limits[table]:
+                raise IndexError(f"indices[{at}] is {ids[at]}, outside its table of {limits[table]} rows")
 
 
 @op("murmur_hash3(Tensor input, int y, int seed) -> Tensor")
@@ -238,6 +273,12 @@ def zero_collision_hash(
     slots, reserved = identities.shape[0], num_reserved_slots if opt_in_prob != -1 else 0
     if slots <= reserved:
         raise ValueError(f"identities must have more than the {reserved} reserved slots, got {slots}")
+    if readonly and runs_kernel(input):
+        if local_sizes is not None and offsets is not None:
+            _check_local(local_sizes, offsets, slots, reserved)
+        return torch.ops.shardwise.identity_slots(
+            input, identities[:, 0], local_sizes, offsets, max_probe, reserved, not disable_fallback
+        ), None
     if local_sizes is None or offsets is None:
         begin = input.new_zeros(1, dtype=torch.int64).expand(input.shape)
         size = begin + slots

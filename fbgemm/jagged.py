@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise import kernels
-from shardwise.kernels._op import eager
+from shardwise.kernels._op import eager, runs_kernel
 
 from .registry import op
 
@@ -163,7 +163,11 @@ def jagged_1d_to_truncated_values(values: Tensor, lengths: Tensor, max_truncated
     if max_truncated_length < 0:
         raise ValueError(f"max_truncated_length must not be negative, got {max_truncated_length}")
     offsets = _offsets_within(values, lengths)
-    return values[_inside(offsets[:-1], lengths.clamp(max=max_truncated_length), values.shape[0])]
+    taken = lengths.clamp(max=max_truncated_length)
+    if runs_kernel(values):
+        ends = kernels.complete_cumsum(taken)
+        return torch.ops.shardwise.take_pieces(values, offsets[:-1], ends, None)  # type: ignore[no-any-return]
+    return values[_inside(offsets[:-1], taken, values.shape[0])]
 
 
 @op(
@@ -178,6 +182,10 @@ def masked_select_jagged_1d(
     if mask.dtype != torch.bool or mask.shape != values.shape:
         raise ValueError(f"mask must be bool {list(values.shape)} as values, got {mask.dtype} {list(mask.shape)}")
     offsets = _offsets_within(values, lengths)
+    if runs_kernel(values):
+        counts = torch.ops.shardwise.masked_counts(mask, offsets)
+        taken = kernels.complete_cumsum(counts)
+        return torch.ops.shardwise.take_masked(values, mask, offsets, taken, None), counts
     in_bags = torch.arange(values.shape[0], device=values.device) < offsets[-1]
     return values[mask & in_bags], kernels.segment_sum(offsets, mask.to(lengths.dtype))
 
@@ -200,6 +208,9 @@ def jagged_slice(x_values: Tensor, x_lengths: Tensor, start: Tensor, slice_lengt
         bag = int(((start < 0) | (start > x_lengths)).nonzero()[0])
         raise ValueError(f"start[{bag}] is {int(start[bag])}, outside its bag of {int(x_lengths[bag])} values")
     lengths = (x_lengths - start).clamp(0, slice_length)
+    if runs_kernel(x_values):
+        ends = kernels.complete_cumsum(lengths)
+        return torch.ops.shardwise.take_pieces(x_values, offsets[:-1] + start, ends, None), lengths
     return x_values[_inside(offsets[:-1] + start, lengths, x_values.shape[0])], lengths
 
 
@@ -261,6 +272,8 @@ def _offsets_within(values: Tensor, lengths: Tensor) -> Tensor:
 
 def _inside(begins: Tensor, sizes: Tensor, total: int) -> Tensor:
     """Which of `total` places lie in the spans that begin there and have these sizes [B], one after another."""
+    if runs_kernel(begins):
+        return torch.ops.shardwise.inside_pieces(begins, sizes, total)  # type: ignore[no-any-return]
     bounds = torch.stack([begins, begins + sizes], 1).flatten()
     place = torch.arange(total, dtype=bounds.dtype, device=bounds.device)
     return (torch.searchsorted(bounds, place, right=True) & 1).bool()

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from shardwise import kernels
+from shardwise.kernels._op import runs_kernel
+from shardwise.kernels.hashes import mix32, mix64, unsigned_remainder
 
-from .hashes import mix32, mix64, unsigned_remainder
 from .registry import op
 from .slots import FREE, slots_in_turn
 
@@ -40,12 +41,18 @@ def pruned_array_lookup(
 ) -> Tensor:
     """Where pruning has put the row of each id [N]: what the remapping of its table says, -1 where the row is gone."""
     _check_index("index_remappings", index_remappings, 1)
-    table = _tables(indices, offsets, "index_remappings_offsets", index_remappings_offsets)
+    _check_tables(indices, offsets, "index_remappings_offsets", index_remappings_offsets)
     if indices.is_cpu and int(index_remappings_offsets[-1]) > index_remappings.shape[0]:
         raise ValueError(
             f"index_remappings_offsets must end within the {index_remappings.shape[0]} rows of index_remappings,"
             f" got {int(index_remappings_offsets[-1])}"
         )
+    # ids of the CPU are looked at before, by what says where rows are
+    if indices.is_cuda and runs_kernel(indices):
+        return torch.ops.shardwise.remapped_rows(  # type: ignore[no-any-return]
+            indices, offsets, index_remappings, index_remappings_offsets
+        )
+    table = _tables(indices, offsets, index_remappings_offsets)
     begin = index_remappings_offsets[table]
     rows = index_remappings_offsets[table + 1] - begin
     pruned, outside = rows > 0, (indices < 0) | (indices >= rows)
@@ -66,7 +73,12 @@ def pruned_array_lookup(
 def pruned_hashmap_lookup(indices: Tensor, offsets: Tensor, hash_table: Tensor, hash_table_offsets: Tensor) -> Tensor:
     """Where pruning has put the row of each id [N], by a hash table [slots, 2] of ids and rows; -1 where it is gone."""
     _check_hash_table(hash_table)
-    table = _tables(indices, offsets, "hash_table_offsets", hash_table_offsets, hash_table.shape[0])
+    _check_tables(indices, offsets, "hash_table_offsets", hash_table_offsets, hash_table.shape[0])
+    if runs_kernel(indices):
+        return torch.ops.shardwise.hashed_rows(  # type: ignore[no-any-return]
+            indices, offsets, hash_table, hash_table_offsets
+        )
+    table = _tables(indices, offsets, hash_table_offsets)
     begin = hash_table_offsets[table].unsqueeze(1)  # [N, 1]
     slots = hash_table_offsets[table + 1].unsqueeze(1) - begin
     rows = torch.where(slots.squeeze(1) > 0, FREE, indices)
@@ -114,7 +126,8 @@ def pruned_hashmap_insert(
             f"dense_indices must have a number for each of {indices.shape[0]} indices, "
             f"got shape {list(dense_indices.shape)}"
         )
-    table = _tables(indices, offsets, "hash_table_offsets", hash_table_offsets, hash_table.shape[0])
+    _check_tables(indices, offsets, "hash_table_offsets", hash_table_offsets, hash_table.shape[0])
+    table = _tables(indices, offsets, hash_table_offsets)
     slots = hash_table_offsets[table + 1] - hash_table_offsets[table]
     kept = ((dense_indices != FREE) & (indices != FREE) & (slots > 0)).nonzero().squeeze(1)
     if kept.numel() == 0:
@@ -154,8 +167,8 @@ def _hash(ids: Tensor) -> Tensor:
     return mix32(ids.long()) if ids.dtype == torch.int32 else mix64(ids)
 
 
-def _tables(indices: Tensor, offsets: Tensor, name: str, ends: Tensor, size: int | None = None) -> Tensor:
-    """The table of each id, [N]."""
+def _check_tables(indices: Tensor, offsets: Tensor, name: str, ends: Tensor, size: int | None = None) -> None:
+    """Raise unless ids are in bags of as many tables as `ends` divide, of which the last ends at `size`."""
     _check_index("indices", indices, 1)
     _check_index("offsets", offsets, 1)
     if offsets.dtype != indices.dtype:
@@ -170,6 +183,11 @@ def _tables(indices: Tensor, offsets: Tensor, name: str, ends: Tensor, size: int
     if indices.is_cpu:
         _check_span("offsets", offsets, indices.shape[0])
         _check_span(name, ends, size)
+
+
+def _tables(indices: Tensor, offsets: Tensor, ends: Tensor) -> Tensor:
+    """The table of each id, [N]."""
+    tables, bags = ends.numel() - 1, offsets.numel() - 1
     of_tables = offsets[bags // tables : -1 : bags // tables].contiguous()
     place = torch.arange(indices.shape[0], device=indices.device, dtype=offsets.dtype)
     return torch.searchsorted(of_tables, place, right=True)

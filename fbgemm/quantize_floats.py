@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from shardwise.kernels._op import runs_kernel
+from shardwise.kernels.quantized.fp8_rows import (
+    BACKWARD,
+    EXTRA,
+    FORWARD,
+    scaled_codes,
+    to_fp8_rows,
+)
+from shardwise.kernels.quantized.small_floats import float_to_bfloat16 as to_bfloat16, from_float8, to_float8
+
 from .quantize_rows import as_bytes, from_bytes, output_type, require_bytes, require_floats
 from .registry import op
-
-# forward -> bits of exponent, bias, largest number of a scaled row, and the dtype of torch with the same bits whose
-# numbers are `times` as large
-_FORWARD = (4, 15, 0.9375, torch.float8_e4m3fn, 2.0**8)
-_BACKWARD = (5, 31, 0.875, torch.float8_e5m2, 2.0**16)
-# what FBGEMM adds to a row's largest number before it divides by it
-_EPSILON = 1e-20
-# bytes behind a row or a part of one: an fp32 scale, and 4 of padding or what the padding is
-_EXTRA = 8
 
 
 @op("FloatToBfloat16Quantized(Tensor input) -> Tensor")
@@ -28,9 +29,7 @@ def float_to_bfloat16(input: Tensor) -> Tensor:
     """fp32 numbers in bf16, of two that are as near the one farther from zero."""
     if input.dtype != torch.float32:
         raise TypeError(f"input must be float32, got {input.dtype}")
-    rounded = ((input.view(torch.int32) + (1 << 15)) >> 16).to(torch.int16).view(torch.bfloat16)
-    # a carry would make infinity or zero of a NaN
-    return torch.where(input.isnan(), input.to(torch.bfloat16), rounded)
+    return to_bfloat16(input)
 
 
 @op("Bfloat16QuantizedToFloat(Tensor input) -> Tensor")
@@ -39,16 +38,6 @@ def bfloat16_to_float(input: Tensor) -> Tensor:
     if input.dtype != torch.bfloat16:
         raise TypeError(f"input must be bfloat16, got {input.dtype}")
     return input.float()
-
-
-def _fp8_rows(rows: Tensor, least: float, forward: bool) -> tuple[Tensor, Tensor]:
-    """Codes [R, D] and scales [R, 1] of rows [R, D]; a row's largest number counts as `least` at least."""
-    _, _, most, dtype, times = _FORWARD if forward else _BACKWARD
-    values = rows.float()
-    largest = values.abs().amax(1, keepdim=True).clamp(min=least) + _EPSILON
-    # a number over a tensor would be the number times the reciprocal: rounded twice
-    scale = torch.full_like(largest, most) / largest
-    return (values * (scale * times)).to(dtype).view(torch.uint8), scale
 
 
 @op("FloatToFP8RowwiseQuantized(Tensor t, bool forward) -> Tensor")
@@ -60,27 +49,28 @@ def float_to_fp8_rows(t: Tensor, forward: bool) -> Tensor:
     *outer, dim = t.shape
     width = (dim + 3) // 4 * 4
     if dim == 0:
-        return t.new_zeros((*outer, _EXTRA), dtype=torch.uint8)
-    codes, scale = _fp8_rows(t.flatten(0, -2), _EPSILON, forward)
-    rows = torch.cat([pad(codes, (0, width - dim)), as_bytes(pad(scale, (0, 1)))], 1)
-    return rows.view(*outer, width + _EXTRA)
+        return t.new_zeros((*outer, EXTRA), dtype=torch.uint8)
+    return to_fp8_rows(t.flatten(0, -2), width, forward).view(*outer, width + EXTRA)
 
 
 @op("FP8RowwiseQuantizedToFloat(Tensor input, bool forward, int output_dtype=0) -> Tensor")
 def fp8_rows_to_float(input: Tensor, forward: bool, output_dtype: int = 0) -> Tensor:
     """The values of rows of 8-bit floats [..., W + 8], [..., W] with the columns that rounding up has added."""
     dtype = output_type(output_dtype)
-    require_bytes("input", input, _EXTRA)
+    require_bytes("input", input, EXTRA)
     if input.dim() < 2 or input.shape[-1] % 4:
         raise ValueError(f"input must be [..., a multiple of 4 bytes], got shape {list(input.shape)}")
-    width = input.shape[-1] - _EXTRA
+    width = input.shape[-1] - EXTRA
+    if runs_kernel(input):
+        rows = torch.ops.shardwise.from_fp8_parts(input.flatten(0, -2), None, width, width, forward, dtype)
+        return rows.view(*input.shape[:-1], width)  # type: ignore[no-any-return]
     scale = from_bytes(input[..., width : width + 4], torch.float32)
-    return _values(input[..., :width], *_kind(forward)).div_(scale).to(dtype)
+    return from_float8(input[..., :width], *_kind(forward)).div_(scale).to(dtype)
 
 
 def _kind(forward: bool) -> tuple[int, int]:
     """Bits of exponent, and its bias."""
-    return (_FORWARD if forward else _BACKWARD)[:2]
+    return (FORWARD if forward else BACKWARD)[:2]
 
 
 def _require_row_dim(row_dim: int) -> None:
@@ -105,12 +95,17 @@ def float_to_padded_fp8_rows(t: Tensor, forward: bool, row_dim: int) -> Tensor:
         return t.new_zeros((*outer, 0), dtype=torch.uint8)
     rows = t.flatten(0, -2) if outer else t[None]
     surplus = parts * row_dim - dim
-    codes, scale = _fp8_rows(pad(rows, (0, surplus)).view(-1, row_dim), 0.0, forward)
+    if runs_kernel(t):
+        # FBGEMM counts one more in each of several full rows
+        mark = parts - 1 if rows.shape[0] == 1 else dim // row_dim
+        quantized = torch.ops.shardwise.to_fp8_parts(rows, row_dim, 0.0, mark, surplus, forward)
+        return quantized.view(*outer, parts * (row_dim + EXTRA))  # type: ignore[no-any-return]
+    codes, scale = scaled_codes(pad(rows, (0, surplus)).view(-1, row_dim), 0.0, forward)
     part = torch.arange(parts, dtype=torch.int32, device=t.device)
     # FBGEMM counts one more in each of several full rows
     marks = torch.where(part < parts - 1, part - (parts - 1 if rows.shape[0] == 1 else dim // row_dim), surplus)
     marks = as_bytes(marks.to(torch.int32)[:, None]).repeat(rows.shape[0], 1)
-    return torch.cat([codes, as_bytes(scale), marks], 1).view(*outer, parts * (row_dim + _EXTRA))
+    return torch.cat([codes, as_bytes(scale), marks], 1).view(*outer, parts * (row_dim + EXTRA))
 
 
 def _padded_fp8_fake(
@@ -136,16 +131,22 @@ def padded_fp8_rows_to_float(
     _require_row_dim(row_dim)
     require_bytes("input", input, 0)
     *outer, width = input.shape
-    if width % (row_dim + _EXTRA):
+    if width % (row_dim + EXTRA):
         raise ValueError(
-            f"input must have a multiple of row_dim + {_EXTRA} = {row_dim + _EXTRA} bytes a row, got shape"
+            f"input must have a multiple of row_dim + {EXTRA} = {row_dim + EXTRA} bytes a row, got shape"
             f" {list(input.shape)}"
         )
     rows = input.flatten(0, -2) if outer else input[None]
-    count, parts = rows.shape[0], width // (row_dim + _EXTRA)
+    count, parts = rows.shape[0], width // (row_dim + EXTRA)
     if count == 0 or parts == 0:
         return input.new_zeros((*outer, max(output_last_dim, 0)), dtype=dtype)
-    split = rows.reshape(count, parts, row_dim + _EXTRA)
+    if runs_kernel(input):
+        ends = torch.ops.shardwise.fp8_part_ends(rows, row_dim)
+        # the sizes of outputs are known on the host alone
+        columns = output_last_dim if output_last_dim >= 0 else int(ends[-1])
+        chosen = torch.ops.shardwise.from_fp8_parts(rows, ends, columns, row_dim, forward, dtype)
+        return chosen.view(*outer, columns)  # type: ignore[no-any-return]
+    split = rows.reshape(count, parts, row_dim + EXTRA)
     scale = from_bytes(split[..., row_dim : row_dim + 4], torch.float32)
     surplus = from_bytes(split[0, :, row_dim + 4 :], torch.int32)[:, 0].clamp(0, row_dim)
     ends = (row_dim - surplus).cumsum(0)
@@ -157,7 +158,7 @@ def padded_fp8_rows_to_float(
     known = part < parts
     part = part.clamp(max=parts - 1)
     place = column - (ends - row_dim + surplus)[part]
-    values = _values(split[..., :row_dim], *_kind(forward)).div_(scale).to(dtype).flatten(1)
+    values = from_float8(split[..., :row_dim], *_kind(forward)).div_(scale).to(dtype).flatten(1)
     chosen = values[:, torch.where(known, part * row_dim + place, 0)]
     return torch.where(known, chosen, 0).view(*outer, columns)
 
@@ -167,14 +168,6 @@ def _require_exponent(ebits: int, bias: int) -> None:
         raise ValueError(f"ebits must be 1 to 7, got {ebits}")
     if not 0 <= bias <= 127:
         raise ValueError(f"exponent_bias must be 0 to 127, got {bias}")
-
-
-def _values(codes: Tensor, ebits: int, bias: int) -> Tensor:
-    """fp32 values of 8-bit floats."""
-    # sign, exponent and mantissa are moved to where fp32 has them, between them copies of the sign that go
-    bits = codes.view(torch.int8).to(torch.int32).bitwise_left_shift_(16 + ebits)
-    bits.bitwise_and_((0x7F << (16 + ebits)) - (1 << 31))
-    return bits.view(torch.float32).mul_(2.0 ** (127 - bias))
 
 
 @op("FloatToHFP8Quantized(Tensor input, int ebits, int exponent_bias, float max_pos) -> Tensor")
@@ -192,16 +185,7 @@ def float_to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float)
         raise TypeError(f"input must be float32, got {input.dtype}")
     if input.dim() != 2:
         raise ValueError(f"input must have 2 dimensions, got shape {list(input.shape)}")
-    magnitude = input.abs()
-    magnitude = torch.where(magnitude < max_pos, magnitude, max_pos)
-    # a sum that leaves no room for what goes rounds to nearest even
-    room = ((magnitude.view(torch.int32) & 0x7F800000) + ((23 - mbits) << 23)).view(torch.float32)
-    rounded = ((magnitude + room) - room).view(torch.int32)
-    normal = (rounded - ((127 - exponent_bias) << 23)) >> (23 - mbits)
-    # below the smallest normal number a code is a number of steps
-    few = (magnitude + 2.0 ** (24 - exponent_bias - mbits)).view(torch.int32)
-    code = torch.where(magnitude >= 2.0 ** (1 - exponent_bias), normal, few) & 0x7F
-    return (code | ((input.view(torch.int32) >> 24) & 0x80)).to(torch.uint8)
+    return to_float8(input, ebits, exponent_bias, max_pos)
 
 
 @op("HFP8QuantizedToFloat(Tensor input, int ebits, int exponent_bias) -> Tensor")
@@ -211,7 +195,7 @@ def hfp8_to_float(input: Tensor, ebits: int, exponent_bias: int) -> Tensor:
     require_bytes("input", input, 0)
     if input.dim() != 2:
         raise ValueError(f"input must have 2 dimensions, got shape {list(input.shape)}")
-    return _values(input, ebits, exponent_bias)
+    return from_float8(input, ebits, exponent_bias)
 
 
 @op(
@@ -235,6 +219,10 @@ def float_to_msfp(
         raise TypeError(f"input must be float32, got {input.dtype}")
     if input.dim() != 2:
         raise ValueError(f"input must have 2 dimensions, got shape {list(input.shape)}")
+    if runs_kernel(input):
+        return torch.ops.shardwise.share_exponents(  # type: ignore[no-any-return]
+            input, bounding_box_size, mbits, bias, max_pos
+        )
     rows, dim = input.shape
     magnitude = input.abs()
     fields = _exponent_field(magnitude)

@@ -12,6 +12,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from shardwise.kernels._op import runs_kernel
+from shardwise.kernels.quantized.fused_rows import packed_rows
+
 from .registry import op
 
 # FBGEMM's numbers of the types that rows are turned into
@@ -62,6 +65,9 @@ def _quantize_8bit(name: str, rows: Tensor) -> Tensor:
     *outer, dim = rows.shape
     if dim == 0:
         return rows.new_zeros((*outer, _SINGLE), dtype=torch.uint8)
+    if runs_kernel(rows):
+        fused: Tensor = torch.ops.shardwise.to_fused_rows(rows.flatten(0, -2), 8, True, None)
+        return fused.view(*outer, dim + _SINGLE)
     numbers, scales = torch.ops.shardwise.quantize_rows(rows.flatten(0, -2), "int8", torch.float32)
     return torch.cat([numbers, as_bytes(scales)], 1).view(*outer, dim + _SINGLE)
 
@@ -93,6 +99,9 @@ def _dequantize_8bit(
         raise ValueError(f"input must have at least 2 dimensions, got shape {list(rows.shape)}")
     *outer, width = rows.shape
     dim, flat = width - both, rows.flatten(0, -2)
+    if runs_kernel(rows):
+        wide = scale is torch.float32
+        return torch.ops.shardwise.from_fused_rows(flat, 8, wide, last, dtype).view(*outer, dim)  # type: ignore[no-any-return]
     numbers, scales = (flat[:, :dim], flat[:, dim:]) if last else (flat[:, both:], flat[:, :both])
     values: Tensor = torch.ops.shardwise.dequantize_rows(
         numbers.contiguous(), from_bytes(scales, scale), dim, "int8", dtype
@@ -160,6 +169,9 @@ def fused_8bit_to_float_mixed_dim(input: Tensor, D_offsets: Tensor, output_dtype
         offsets = D_offsets.tolist()
         if offsets[0] != 0 or offsets[-1] != width or any(b - a < _SINGLE for a, b in pairwise(offsets)):
             raise ValueError(f"D_offsets must lead from 0 to {width} in steps of {_SINGLE} or more, got {offsets}")
+    if runs_kernel(input):
+        offsets, columns = D_offsets.to(input.device), width - _SINGLE * tables
+        return torch.ops.shardwise.from_fused_tables(input, offsets, columns, dtype)  # type: ignore[no-any-return]
     ends = D_offsets[1:].to(input.device, torch.int64)
     at = (ends[:, None] + torch.arange(-_SINGLE, 0, device=input.device)).clamp(0, width - 1)
     scales = from_bytes(input[:, at.flatten()], torch.float32).view(-1, tables, 2)
@@ -187,6 +199,8 @@ def _quantize_nbit(rows: Tensor, bit_rate: int, min_max: Tensor | None = None) -
     if rows.shape[1] == 0:
         # of no number
         return rows.new_zeros((rows.shape[0], _HALF), dtype=torch.uint8)
+    if runs_kernel(rows):
+        return torch.ops.shardwise.to_fused_rows(rows, bit_rate, False, min_max)  # type: ignore[no-any-return]
     if min_max is None and bit_rate in _QUANTIZED:
         packed, scales = torch.ops.shardwise.quantize_rows(rows, _QUANTIZED[bit_rate], torch.float16)
     else:
@@ -195,23 +209,8 @@ def _quantize_nbit(rows: Tensor, bit_rate: int, min_max: Tensor | None = None) -
             low, high = values.aminmax(dim=1, keepdim=True)
         else:
             low, high = min_max[:, :1].float(), min_max[:, 1:].float()
-        packed, scales = _packed(values, low, high, bit_rate, per_byte)
+        packed, scales = packed_rows(values, low, high, bit_rate)
     return torch.cat([packed, as_bytes(scales)], 1)
-
-
-def _packed(rows: Tensor, low: Tensor, high: Tensor, bits: int, per_byte: int) -> tuple[Tensor, Tensor]:
-    """Bytes [R, D / per_byte] and fp16 scale and bias [R, 2] of rows [R, D], cut to low ... high [R, 1]."""
-    levels = (1 << bits) - 1
-    bias = low.half()
-    span = high - bias.float()
-    # on CUDA a tensor over a number would be the tensor times its reciprocal: rounded twice
-    scale = (span / torch.full_like(span, levels)).half()
-    scale = torch.where(scale == 0, 1, scale)
-    numbers = torch.round((rows - bias.float()) * (1 / scale.float())).clamp(0, levels).to(torch.uint8)
-    packed = numbers[:, ::per_byte]
-    for place in range(1, per_byte):
-        packed = packed | (numbers[:, place::per_byte] << (place * bits))
-    return packed, torch.cat([scale, bias], 1)
 
 
 @op("FloatToFusedNBitRowwiseQuantizedSBHalf(Tensor input, int bit_rate) -> Tensor")
@@ -253,6 +252,8 @@ def _dequantize_nbit(rows: Tensor, bit_rate: int, dtype: torch.dtype, *, last: b
     require_bytes("input", rows, _HALF)
     if rows.dim() != 2:
         raise ValueError(f"input must have 2 dimensions, got shape {list(rows.shape)}")
+    if runs_kernel(rows):
+        return torch.ops.shardwise.from_fused_rows(rows, bit_rate, False, last, dtype)  # type: ignore[no-any-return]
     width = rows.shape[1] - _HALF
     packed, scales = (rows[:, :width], rows[:, width:]) if last else (rows[:, _HALF:], rows[:, :_HALF])
     scales = from_bytes(scales, torch.float16)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from shardwise import kernels
+from shardwise.kernels._op import runs_kernel
 from shardwise.kernels.cpu import offsets_are_good
+from shardwise.kernels.jagged.requests import source_bags
 
 from .registry import op
 
@@ -77,7 +79,13 @@ def reorder_batched_ad_lengths(
         what = "requests" if broadcast_lengths else "num_ads_in_batch"
         raise ValueError(f"cat_ad_lengths must have a multiple of {what}, {per_feature}, numbers, got {bags}")
     features = bags // max(per_feature, 1)
-    source = _source(batch_offsets, features, num_ads_in_batch, bags, broadcast_lengths)
+    if runs_kernel(cat_ad_lengths):
+        most = max_batch_size if max_batch_size > 0 else num_ads_in_batch
+        reordered: Tensor = torch.ops.shardwise.reorder_request_lengths(
+            cat_ad_lengths.reshape(-1), batch_offsets, features, num_ads_in_batch, most, broadcast_lengths
+        )
+        return reordered if broadcast_lengths or max_batch_size > 0 else reordered.view(cat_ad_lengths.shape)
+    source = source_bags(batch_offsets, features, num_ads_in_batch, bags, broadcast_lengths)
     moved = cat_ad_lengths.reshape(-1)[source]
     if max_batch_size > 0:
         moved = torch.nn.functional.pad(moved, (0, max_batch_size - num_ads_in_batch))
@@ -231,7 +239,11 @@ class _Bags:
         if size == 0:
             return values.new_empty(0, *values.shape[1:])
         offsets = self.offsets
-        source = _source(self.batch_offsets, self.features, self.items, offsets.numel() - 1, self.broadcast)
+        if runs_kernel(values):
+            return torch.ops.shardwise.reorder_request_values(  # type: ignore[no-any-return]
+                values, offsets, self.reordered, self.batch_offsets, self.items, self.most, self.broadcast, size
+            )
+        source = source_bags(self.batch_offsets, self.features, self.items, offsets.numel() - 1, self.broadcast)
         if self.most > self.items:
             # padding is bags without values: which one does not matter
             source = torch.nn.functional.pad(source, (0, self.most - self.items))
@@ -240,20 +252,6 @@ class _Bags:
             # offsets that do not fit must not be followed outside the values
             places = places.clamp(0, max(values.shape[0] - 1, 0))
         return values.index_select(0, places)
-
-
-def _source(batch_offsets: Tensor, features: int, items: int, bags: int, broadcast: bool) -> Tensor:
-    """The number of the bag that bag (t, a) comes from: [T, A] int64."""
-    item = torch.arange(items, device=batch_offsets.device, dtype=batch_offsets.dtype)
-    ends = batch_offsets[1:].contiguous()
-    request = torch.searchsorted(ends, item, right=True)  # [A]
-    feature = torch.arange(features, device=batch_offsets.device).unsqueeze(1)  # [T, 1]
-    if broadcast:
-        return (request * features + feature).clamp_(0, max(bags - 1, 0))
-    request.clamp_(max=max(ends.shape[0] - 1, 0))
-    first = batch_offsets[request].long()
-    source = (ends[request] - first).mul(feature).add_(item).add_(first, alpha=features - 1)
-    return source.clamp_(0, max(bags - 1, 0))
 
 
 def _check(batch_offsets: Tensor, items: int) -> None:

@@ -9,6 +9,7 @@ if __name__ == "kernels":
 from ._op import capturing
 from .configs import use_configs
 from .features import Feature, Segment, flatten_segments, origin_of, pack_features, table_rows
+from .jagged import pieces as _pieces, requests as _requests
 from .jagged.bmm import jagged_dense_bmm, jagged_jagged_bmm
 from .jagged.bucketize import Bucketized, block_bucketize
 from .jagged.calibration import (
@@ -24,8 +25,7 @@ from .jagged.elementwise import (
     jagged_jagged_mul,
 )
 from .jagged.index_add import jagged_index_add
-from .jagged.index_select import jagged_index_select
-from .jagged.keyed_select import keyed_jagged_index_select
+from .jagged.index_select import jagged_index_select, keyed_jagged_index_select
 from .jagged.offsets import (
     complete_cumsum,
     invert_permute,
@@ -53,6 +53,7 @@ from .jagged.unique import (
     unique_ids,
 )
 from .jagged.vector_product import jagged_vector_product
+from .lookup import bound_ids as _bound_ids, pruned as _pruned
 from .lookup.bounds import (
     BoundsCheckMode,
     check_ids,
@@ -66,6 +67,7 @@ from .lookup.finite import check_gradient, describe_gradient, describe_weight
 from .lookup.pooled import pooled_lookup
 from .lookup.sequence import sequence_lookup
 from .lookup.weight_gradient import per_id_weight_gradient
+from .quantized import fp8_rows as _fp8_rows
 from .quantized.fused_lookup import (
     MINIFLOAT,
     FusedTable,
@@ -171,5 +173,5 @@ __all__ = [
     "use_configs",
 ]
 
-# imported for the rules that it defines
-del _built_in
+# imported for the rules that it defines, and for ops that no function here calls
+del _bound_ids, _built_in, _fp8_rows, _pieces, _pruned, _requests

@@ -42,13 +42,13 @@ from ...kernels.update import (
 )
 from ...kernels.update.rules import BUILT_IN
 from ..tune.candidates import RULES as MAIN_RULES
-from . import cases_jagged as launched_jagged, cases_quantized as launched_quantized
+from . import cases_jagged as launched_jagged, cases_quantized as launched_quantized, cases_served as launched_served
 
 _OWN = (bounds, finite, index_op, pooled, row_chunks, row_keys, sequence, update, weight_gradient)
-_MODULES = (*_OWN, *launched_jagged.MODULES, *launched_quantized.MODULES)
+_MODULES = (*_OWN, *launched_jagged.MODULES, *launched_quantized.MODULES, *launched_served.MODULES)
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
-    torch.float64: "fp64", torch.int16: "i16", torch.uint8: "u8",
+    torch.float64: "fp64", torch.int16: "i16", torch.uint8: "u8", torch.int8: "i8",
 }  # fmt: skip
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -258,6 +258,7 @@ def _launches() -> Iterator[tuple[Callable[[], object], str, str]]:
     )  # fmt: skip
     yield from launched_jagged.launches()
     yield from launched_quantized.launches()
+    yield from launched_served.launches()
     for batch, rule, settings in _steps():
         words = [settings.get("decay", ""), "rounded" if settings.get("rounding") else ""]
         words.append(f"tile x{settings['scale']}" if settings.get("scale", 1) > 1 else "")
@@ -384,11 +385,14 @@ def _case(name: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]
     )  # fmt: skip
 
 
-def _type(value: Tensor | int) -> str:
+def _type(value: Tensor | float) -> str:
     if isinstance(value, Tensor):
         return f"*{_TYPES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def _is_aligned(value: Tensor | int) -> bool:
-    return (value.data_ptr() if isinstance(value, Tensor) else value) % 16 == 0
+def _is_aligned(value: Tensor | float) -> bool:
+    # Triton says nothing of a number with a fraction
+    return not isinstance(value, float) and (value.data_ptr() if isinstance(value, Tensor) else value) % 16 == 0

@@ -20,7 +20,7 @@ from ...kernels._op import triton
 from .cases import Case
 from .compiled import SHARED_BYTES, TARGETS, WHOLE, Report
 
-_BYTES = {"*fp64": 8, "*fp32": 4, "*fp16": 2, "*bf16": 2, "*i64": 8, "*i32": 4, "*u8": 1}
+_BYTES = {"*fp64": 8, "*fp32": 4, "*fp16": 2, "*bf16": 2, "*i64": 8, "*i32": 4, "*i16": 2, "*u8": 1, "*i8": 1}
 _WIDEST = 16
 
 

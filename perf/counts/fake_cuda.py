@@ -138,9 +138,11 @@ class FakeCudaTensor(Tensor):
 class FakeCudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Does what is asked of the device that is not there, and tells `seen`."""
 
-    def __init__(self, seen: Observer) -> None:
+    def __init__(self, seen: Observer, *, sizes: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
+        # the number that an op asks the device for to make its result, where that is told
+        self.sizes, self.size = sizes, 0
         self.inside = 0  # ops of shardwise that this is inside of
         # by the storage of the host
         self._memory: weakref.WeakValueDictionary[int, DeviceMemory] = weakref.WeakValueDictionary()
@@ -201,8 +203,8 @@ class FakeCudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs["device"] = torch.device("cpu")
         host_args, host_kwargs = tree_map(partial(_on_host, bare), (_tensors(func, args), kwargs))
         if bare and func is _ATEN._local_scalar_dense.default:
-            # nobody knows the value
-            result: Any = torch.zeros((), dtype=args[0].dtype).item()
+            # nobody knows the value; an op that asks for one asks how large its result is
+            result: Any = torch.tensor(self.size, dtype=args[0].dtype).item()
         else:
             try:
                 result = func(*host_args, **host_kwargs)
@@ -220,6 +222,10 @@ class FakeCudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             isinstance(leaf, FakeCudaTensor) and leaf.host.is_meta for leaf in tree_leaves((args, kwargs))
         )
         bare_args, bare_kwargs = (args, kwargs) if without_values else tree_map(_bare, (args, kwargs))
+        if self.sizes and not without_values:
+            values = tree_map(_values, (args, kwargs))
+            made = tree_leaves(func(*tree_map(_copied, values[0]), **values[1]))
+            self.size = next((leaf.shape[0] for leaf in made if isinstance(leaf, Tensor) and leaf.dim()), 0)
         self.inside += 1
         try:
             with self:
@@ -312,6 +318,11 @@ def _bare(value: Any) -> Any:
     return bare
 
 
+def _copied(value: Any) -> Any:
+    # an op that writes to an argument is called again
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _storage(tensor: FakeCudaTensor) -> int:
     return int(tensor.host.untyped_storage()._cdata)
 
@@ -355,8 +366,10 @@ class _Event:
 
 
 @contextmanager
-def use_fake_cuda(seen: Observer) -> Iterator[None]:
+def use_fake_cuda(seen: Observer, *, sizes: bool = False) -> Iterator[None]:
     """The device "cuda" is there, as far as Python sees, and what it would do is told to `seen`.
+
+    With `sizes` an op that waits for the size of its result gets it, and launches what fills it; otherwise it gets 0.
 
     Raises:
         RuntimeError: triton is not installed, or its kernels are interpreted in this process.
@@ -385,7 +398,7 @@ def use_fake_cuda(seen: Observer) -> Iterator[None]:
         stack.enter_context(patch.object(jit, "run", noted))
         for name, stand_in in cuda:
             stack.enter_context(patch.object(torch.cuda, name, stand_in))
-        stack.enter_context(FakeCudaMode(seen))
+        stack.enter_context(FakeCudaMode(seen, sizes=sizes))
         # torch.tensor(..., device="cuda") makes its values on the host first
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, lift)

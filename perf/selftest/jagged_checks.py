@@ -18,7 +18,6 @@ from shardwise.kernels.jagged import (
     elementwise,
     index_add,
     index_select,
-    keyed_select,
     offsets as offset_ops,
     padded,
     permute,
@@ -227,7 +226,7 @@ def _selections() -> Iterator[Check]:
         )  # fmt: skip
     yield check(
         "selected bags", "samples of 2 keys, weighted", "jagged_index_select", _keyed(ops.keyed_jagged_index_select),
-        _keyed(keyed_select.keyed_jagged_index_select_ref), _keyed_inputs,
+        _keyed(index_select.keyed_jagged_index_select_ref), _keyed_inputs,
     )  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from collections_of_all_kinds import BAGS, MAKERS, bags
 from jagged_batches import kjt
+from model_zoo import BAGS, MAKERS, bags
 from torch import Tensor
 
 from shardwise import (

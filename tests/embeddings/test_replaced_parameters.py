@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from collections_of_all_kinds import BAGS, MAKERS, bags, configs, fused, give_memory, values_of
 from copies import by_pickle, by_torch_save
 from jagged_batches import kjt, pooled, tables_of, weight
 from kernel_inputs import assert_close
+from model_zoo import BAGS, MAKERS, bags, configs, fused, give_memory, values_of
 from torch import Tensor, nn
 from torch.func import functional_call
 

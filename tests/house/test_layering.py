@@ -77,7 +77,7 @@ ROOMS: dict[str, set[str]] = {
     "kernels/quantized": {"kernels", "kernels/cpu"},
     "kernels/update": {"kernels", "kernels/cpu", "kernels/lookup"},
     "perf": {"perf/suite", "perf/suite/cases"},
-    "perf/compile": {"perf/tune"},
+    "perf/compile": {"perf/selftest", "perf/tune"},
     "perf/counts": {"perf/suite"},
     "perf/doctor": {"perf/selftest", "perf/suite"},
     "perf/evidence": {"perf/counts", "perf/suite", "perf/suite/cases", "perf/suite/operations"},

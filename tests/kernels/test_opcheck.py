@@ -51,6 +51,12 @@ JAGGED = {
     },
     "segments": {"complete_cumsum", "invert_permute", "offsets_range", "segment_spread", "segment_sum"},
     "permute": {"collect_segments", "expand_into_jagged_permute", "move_segments"},
+    "served_ops": {
+        "bound_ids", "float_to_bfloat16", "fp8_part_ends", "from_float8", "from_fp8_parts", "from_fused_rows",
+        "from_fused_tables", "hashed_rows", "identity_slots", "inside_pieces", "masked_counts", "murmur_hash",
+        "place_pieces", "remapped_rows", "reorder_request_lengths", "reorder_request_values", "restore_request_values",
+        "share_exponents", "take_masked", "take_pieces", "to_float8", "to_fp8_parts", "to_fused_rows",
+    },
 }  # fmt: skip
 MIXED = next(case for case in CASES if case.name == "mixed dims")
 ALIKE = replace(MIXED, tables=((11, 8), (6, 8), (5, 8)), features=((0, False), (1, False), (2, False)), weighted=False)

@@ -262,6 +262,55 @@ def buckets(batch: Batch) -> None:
         )  # fmt: skip
 
 
+def few_bits(batch: Batch) -> None:
+    x = gpu(batch.m, 128)
+    OPS.float_to_bfloat16(gpu(batch.n, shift=batch.shift))
+    OPS.to_float8(gpu(batch.n, shift=batch.shift), 4, 7, 240.0)
+    OPS.from_float8(gpu(batch.n, dtype=torch.uint8, shift=batch.shift), 4, 7)
+    OPS.share_exponents(x, 16, 3, 15, 65504.0)
+    OPS.to_fp8_parts(x, 128, 1e-20, 0, 0, True)
+    OPS.to_fp8_parts(x, 48, 0.0, 2, 16, True)
+    rows = gpu(batch.m, 3 * 56, dtype=torch.uint8)
+    if batch.m:
+        ends = OPS.fp8_part_ends(rows, 48)
+        OPS.from_fp8_parts(rows, ends, 128, 48, True, torch.float32)
+    OPS.to_fused_rows(x, 8, True, None)
+    OPS.from_fused_rows(gpu(batch.m, 136, dtype=torch.uint8), 8, True, True, torch.float32)
+    OPS.from_fused_tables(gpu(batch.m, 136 * 2, dtype=torch.uint8), gpu(3, dtype=torch.int64), 256, torch.float32)
+
+
+def requests(batch: Batch) -> None:
+    """Of as many items as there are samples, and two features."""
+    where, bags = batch.offsets(batch.m), 2 * batch.b
+    for broadcast, most in ((False, batch.b), (True, batch.b)):
+        OPS.reorder_request_lengths(batch.ids(2 * batch.m if broadcast else bags), where, 2, batch.b, most, broadcast)
+    ends = batch.offsets(bags), batch.offsets(bags)
+    for values in (batch.ids(), gpu(batch.n, 128)):
+        OPS.reorder_request_values(values, *ends, where, batch.b, batch.b, False, batch.n)
+        OPS.restore_request_values(values, *ends, where, batch.b, batch.n)
+
+
+def parts_of_bags(batch: Batch) -> None:
+    begins, ends = batch.ids(batch.m), batch.offsets(batch.m)
+    OPS.take_pieces(batch.weights(), begins, ends, 3 * batch.m)
+    OPS.place_pieces(batch.weights(), begins, ends, 3 * batch.m)
+    OPS.inside_pieces(begins, begins, batch.n)
+    mask = gpu(batch.n, dtype=torch.bool, shift=batch.shift)
+    OPS.masked_counts(mask, batch.offsets())
+    OPS.take_masked(batch.weights(), mask, batch.offsets(), batch.offsets(), batch.n // 2)
+
+
+def hashed(batch: Batch) -> None:
+    OPS.murmur_hash(batch.ids(), 0, 0)
+    OPS.bound_ids(batch.ids(), gpu(3, dtype=torch.int64), batch.offsets(3), True)
+    ends, offsets = gpu(batch.f + 1, dtype=torch.int64), batch.offsets()
+    OPS.remapped_rows(batch.ids(), offsets, gpu(ROWS, dtype=torch.int32), ends)
+    OPS.hashed_rows(batch.ids(), offsets, gpu(ROWS, 2, dtype=torch.int32), ends)
+    slots = gpu(ROWS, 1, dtype=torch.int64)[:, 0]
+    OPS.identity_slots(batch.ids(), slots, None, None, 128, 0, True)
+    OPS.identity_slots(batch.ids(), slots, batch.ids(), batch.ids(), 128, 0, True)
+
+
 JOBS: dict[str, Callable[[Batch], None]] = {
     "lookups": look_up,
     "update": update,
@@ -273,6 +322,10 @@ JOBS: dict[str, Callable[[Batch], None]] = {
     "padded": padded,
     "rows": bags_of_rows,
     "buckets": buckets,
+    "few bits": few_bits,
+    "requests": requests,
+    "parts of bags": parts_of_bags,
+    "hashes": hashed,
 }
 
 

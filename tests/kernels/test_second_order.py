@@ -65,9 +65,12 @@ OPS = torch.ops.shardwise
 
 # ops through which no derivative is taken: they give ids, offsets and quantized rows, or write in place
 WITHOUT = {
-    "check_gradient", "check_ids", "complete_cumsum", "dequantize_rows", "expand_into_jagged_permute", "fused_update",
-    "histogram_binning", "invert_permute", "jagged_unique", "offsets_range", "quantize_rows", "quantized_pooled_lookup",
-    "quantized_sequence_lookup", "unique_ids", "update_index",
+    "bound_ids", "check_gradient", "check_ids", "complete_cumsum", "dequantize_rows", "expand_into_jagged_permute",
+    "float_to_bfloat16", "fp8_part_ends", "from_float8", "from_fp8_parts", "from_fused_rows", "from_fused_tables",
+    "fused_update", "hashed_rows", "histogram_binning", "identity_slots", "inside_pieces", "invert_permute",
+    "jagged_unique", "masked_counts", "murmur_hash", "offsets_range", "quantize_rows", "quantized_pooled_lookup",
+    "quantized_sequence_lookup", "remapped_rows", "reorder_request_lengths", "share_exponents", "take_masked",
+    "to_float8", "to_fp8_parts", "to_fused_rows", "unique_ids", "update_index",
 }  # fmt: skip
 
 # autograd's own Functions -> where their second derivative is looked at
@@ -116,6 +119,7 @@ OFFSETS = ints(0, 3, 3, 5, 6, 8)
 TABLES, IDS = ints(0, 4, 6), ints(1, 3, 1, 0, 1, 1, 0, 1)
 UNARY = ints(0, 2, 4, 6, 8)
 PERMUTE, STARTS, MOVED = ints(1, 0, 1), ints(0, 2, 6), ints(0, 4, 6, 10)
+_REQUESTS = ints(0, 1, 3, 3, 4, 7, 8), ints(0, 1, 1, 2, 4, 7, 8), ints(0, 1, 3)
 CHOSEN, SELECTED = ints(2, 0, 2), ints(2, 3, 2)
 # rows of FBGEMM's: tensor from, tensor to, column from, column to, columns, and the next use of the same columns
 BY_PERMUTES = torch.tensor([[1, 0, 0, 0, 2, 0], [0, 0, 1, 2, 2, 0], [0, 1, 0, 0, 1, 0]], dtype=torch.int32)
@@ -217,6 +221,13 @@ def jagged_entries() -> dict[str, list[Entry]]:
             Entry(lambda x: permute_pooled(x, [2, 1, 3], [2, 0, 2]), [(4, 6)]),
             Entry(lambda x: OPS.regroup_columns([x], [0, 0, 2, 0, 1, 0, 2, 2, 0, 0], 1, [4]), [(3, 4)]),
         ],
+        "take_pieces": [Entry(lambda x: OPS.take_pieces(x, *on(ints(1, 3, 6), ints(0, 2, 2, 4))(x), 4), [(9,)])],
+        "place_pieces": [Entry(lambda x: OPS.place_pieces(x, *on(ints(1, 3, 6), ints(0, 2, 2, 4))(x), 9), [(4,)])],
+        # lengths of bags of two requests of 1 and 2 items, two features: 1, 2 and 0, 1, 3, 1
+        "reorder_request_values": [
+            Entry(lambda x: OPS.reorder_request_values(x, *on(*_REQUESTS)(x), 3, 3, False, 8), [(8, 3)])
+        ],
+        "restore_request_values": [Entry(lambda x: OPS.restore_request_values(x, *on(*_REQUESTS)(x), 3, 8), [(8,)])],
         # what ops by FBGEMM's names do with tables of columns where they are traced
         "permute_tables": [Entry(lambda x: OPS.permute_tables(x, *on(ints(0, 2, 3, 6), ints(2, 0, 2))(x)), [(4, 6)])],
         "permute_tables_backward": [

@@ -22,7 +22,6 @@ from shardwise.kernels.jagged import (
     elementwise,
     index_add,
     index_select,
-    keyed_select,
     offsets as jagged,
     padded,
     permute,
@@ -135,7 +134,7 @@ def _reference() -> Library:
         jagged_jagged_bmm=jagged_bmm.jagged_jagged_bmm_ref, jagged_softmax=softmax.jagged_softmax_ref,
         jagged_vector_product=vector_product.jagged_vector_product_ref,
         jagged_index_select=index_select.jagged_index_select_ref, jagged_index_add=index_add.jagged_index_add_ref,
-        keyed_jagged_index_select=keyed_select.keyed_jagged_index_select_ref,
+        keyed_jagged_index_select=index_select.keyed_jagged_index_select_ref,
         batched_unary_embeddings=unary_embeddings.batched_unary_embeddings_ref, jagged_unique=unique.jagged_unique_ref,
     ), _torch_functions()])  # fmt: skip
 

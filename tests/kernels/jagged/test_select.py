@@ -13,8 +13,7 @@ from torch import Tensor
 
 from shardwise.kernels import jagged_index_add, jagged_index_select, keyed_jagged_index_select
 from shardwise.kernels.jagged.index_add import jagged_index_add_ref
-from shardwise.kernels.jagged.index_select import jagged_index_select_ref, offsets_of
-from shardwise.kernels.jagged.keyed_select import keyed_jagged_index_select_ref
+from shardwise.kernels.jagged.index_select import jagged_index_select_ref, keyed_jagged_index_select_ref, offsets_of
 
 OPS = torch.ops.shardwise
 INTEGERS = (torch.int32, torch.int64)

@@ -39,6 +39,7 @@ from shardwise.perf.suite.cases import (
     keyed,
     lookup,
     quantized,
+    served,
     update,
 )
 from shardwise.perf.suite.libraries import Library
@@ -60,7 +61,9 @@ from shardwise.perf.suite.workloads import (
     tiny,
 )
 
-MODULES = {"lookup": lookup, "update": update, "quantized": quantized, "jagged": jagged, "keyed": keyed}
+MODULES = {
+    "lookup": lookup, "update": update, "quantized": quantized, "jagged": jagged, "keyed": keyed, "served": served,
+}  # fmt: skip
 ALL: list[Case] = [case for module in MODULES.values() for case in module.CASES]
 BY_NAME = {case.name: case for case in ALL}
 SMALL = Setting(small=True)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from collections_of_all_kinds import give_memory
 from jagged_batches import random_kjt
+from model_zoo import give_memory
 from ranks import run_ranks
 from sharding_steps import local_tensors
 from torch import Tensor, nn
