@@ -11,7 +11,7 @@ import torch
 from copies import by_pickle, by_torch_save
 from jagged_batches import kjt, pooled, tables_of, weight
 from kernel_inputs import assert_close
-from model_zoo import BAGS, MAKERS, bags, configs, fused, give_memory, values_of
+from model_zoo import BAGS, MAKERS, bags, configs, fused_bags, give_memory, values_of
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -61,7 +61,7 @@ def test_empty_memory_is_filled_by_a_state_dict(name: str) -> None:
     assert equal(train(model), train(plain))
 
 
-@pytest.mark.parametrize("make", [bags, fused])
+@pytest.mark.parametrize("make", [bags, fused_bags])
 @pytest.mark.parametrize("how", ["attribute", "setattr", "_parameters"])
 def test_a_parameter_in_the_place_of_a_weight_is_looked_up_and_trained(
     make: Callable[[], EmbeddingBagCollection], how: str
@@ -114,7 +114,7 @@ def test_an_optimizer_that_was_asked_for_on_meta_steers_the_tables_that_came() -
 
 
 def test_a_parameter_of_another_dtype_keeps_it() -> None:
-    ebc = fused()
+    ebc = fused_bags()
     rows = torch.arange(20.0).view(5, 4)
     child: Any = ebc.get_submodule("embedding_bags.a")
     child.weight = nn.Parameter(rows.to(torch.bfloat16))
@@ -127,7 +127,7 @@ def test_a_parameter_of_another_dtype_keeps_it() -> None:
     assert weight(ebc, "a").dtype == torch.bfloat16 and not torch.equal(weight(ebc, "a").float(), rows)
 
 
-@pytest.mark.parametrize("make", [bags, fused])
+@pytest.mark.parametrize("make", [bags, fused_bags])
 @pytest.mark.parametrize("kind", [nn.Parameter, Tensor.requires_grad_])
 def test_a_functional_call_looks_up_what_it_is_given(
     make: Callable[[], EmbeddingBagCollection], kind: Callable[[Tensor], Tensor]
@@ -192,7 +192,7 @@ def test_what_cannot_take_a_weights_place_is_named() -> None:
     ebc.get_submodule(child).weight = nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(ValueError, match=r"table 'a': its weight must be \[5, 4\], got \[4, 4\]"):
         ebc(kjt(BAGS))
-    ebc = fused()
+    ebc = fused_bags()
     for param in ebc.get_submodule("embedding_bags").children():
         param.weight = nn.Parameter(torch.zeros(param.weight.shape, dtype=torch.float64))  # type: ignore[arg-type,union-attr]
     with pytest.raises(ValueError, match="cannot become torch.float64"):

@@ -1,5 +1,7 @@
-"""The models of the tests: tables by rows of features, a net of sharded collections beside data-parallel layers, and every
-kind of collection on any device (`MAKERS`), with how programs give one that was made on meta its memory."""
+"""The models of the tests: tables by rows of features, a net of sharded collections beside data-parallel layers.
+
+`MAKERS` has every kind of collection on any device, `give_memory` how programs give one of meta its memory.
+"""
 
 from __future__ import annotations
 
@@ -233,7 +235,7 @@ def bags(device: str = "cpu", **more: Any) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(configs(), device=device, **more)
 
 
-def fused(device: str = "cpu") -> FusedEmbeddingBagCollection:
+def fused_bags(device: str = "cpu") -> FusedEmbeddingBagCollection:
     return FusedEmbeddingBagCollection(configs(), RowWiseAdagrad, {"lr": 0.1}, device=device)
 
 
@@ -258,7 +260,7 @@ class Model(nn.Module):
 MAKERS: dict[str, Callable[[str], nn.Module]] = {
     "bags": bags,
     "rows": lambda device: EmbeddingCollection(row_configs(), device=device),
-    "fused bags": fused,
+    "fused bags": fused_bags,
     "fused rows": lambda device: FusedEmbeddingCollection(row_configs(), torch.optim.Adam, {"lr": 0.1}, device=device),
     "bags behind maps": lambda device: behind_maps(
         ManagedCollisionEmbeddingBagCollection, EmbeddingBagCollection, configs(), device
