@@ -379,7 +379,9 @@ def _quantized(sharder: ModuleSharder[Any], kind: ShardingType, device_type: str
 def _trained(sharder: ModuleSharder[Any], param: nn.Parameter) -> str:
     """The kernel of a cut table that trains: "fused" where there is an optimizer for its backward, else "dense"."""
     marked = hasattr(param, "_in_backward_optimizers") or optimizer_of(param) is not None
-    return "fused" if marked or getattr(sharder, "fused_params", None) else "dense"
+    given = set(getattr(sharder, "fused_params", None) or ())
+    # settings of lookups alone ask for no optimizer
+    return "fused" if marked or given.difference(OF_LOOKUPS) else "dense"
 
 
 def _host(hosts: Hosts, index: int) -> Sequence[int]:

@@ -148,7 +148,9 @@ def test_a_cut_table_is_dense_unless_an_optimizer_says_fused(kind: str, mark: st
     """As torchrec 1.8.0, which passes `fused_params` over: here they say it as well."""
     module = collection(8, 64)
     MARKS[mark](module)
-    for given, fused in ((None, False), ({}, False), ({"learning_rate": 0.1}, True)):
+    for given, fused in (
+        (None, False), ({}, False), ({"output_dtype": torch.float16}, False), ({"learning_rate": 0.1}, True),
+    ):  # fmt: skip
         sharder = EmbeddingBagCollectionSharder(fused_params=given)
         everywhere = apply_to_all(module, CUTS[kind](**WHERE[kind]), sharder)
         of_table = construct_module_sharding_plan(module, everywhere, sharder, 2, 4, device)["t"]
