@@ -25,6 +25,7 @@ from ..comms.env import get_local_size
 from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingType
 from .default_sharders import get_default_sharders, require_sharder
+from .fused_params import OF_LOOKUPS
 
 # (parameter, local_size, world_size, device_type, sharder) -> its place
 ParameterShardingGenerator = Callable[[nn.Parameter, int, int, str, ModuleSharder[Any]], ParameterSharding]
