@@ -248,6 +248,9 @@ class ShardedCollection(StagedModule[Step]):
         self.states = States(routes, local_tables, self._env)
         self._output_dtypes = output_dtypes(routes, self._policy.output_dtype, self._arrives_as)
         self._dense_parameters = local_tables.dense_parameters()
+        kinds = set(self._output_dtypes) or {self._policy.output_dtype}
+        # of all lookups, None where they have several
+        self._output_dtype = kinds.pop() if len(kinds) == 1 else None
         self._forget()
 
     def _forget(self) -> None:

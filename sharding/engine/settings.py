@@ -39,13 +39,11 @@ def output_dtypes(routes: Routes, default: torch.dtype, arrives_as: torch.dtype 
     return dtypes
 
 
-def cast_sums(values: Tensor, dims: Sequence[int], dtypes: Sequence[torch.dtype], default: torch.dtype) -> Tensor:
-    """The sums [B, sum of dims] of all lookups in their types; of several types in the narrowest that holds them all.
+def cast_sums(values: Tensor, dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> Tensor:
+    """The sums [B, sum of dims] of lookups rounded to their types, in the narrowest that holds them all.
 
-    `default` is the type where there are no lookups. Differentiable.
+    Differentiable.
     """
-    if len(set(dtypes)) < 2:
-        return values.to(dtypes[0] if dtypes else default)
     joined = reduce(torch.promote_types, dtypes)
     pieces = values.split_with_sizes(list(dims), dim=1)
     return torch.cat([piece.to(dtype).to(joined) for piece, dtype in zip(pieces, dtypes, strict=True)], dim=1)

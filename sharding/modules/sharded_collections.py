@@ -105,7 +105,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             values = torch.cat([pieces[lookup] for lookup in range(len(dims))], dim=1)
         if step.given.inverse_indices_or_none() is not None:
             values = expand_pooled(values, dims, inverse_of(step.given, self._routes.features))
-        return self._output.with_values(cast_sums(values, dims, self._output_dtypes, self._policy.output_dtype))
+        if self._output_dtype is None:
+            values = cast_sums(values, dims, self._output_dtypes)
+        else:
+            values = values.to(self._output_dtype)
+        return self._output.with_values(values)
 
 
 class ShardedFusedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
