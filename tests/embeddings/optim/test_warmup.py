@@ -104,7 +104,10 @@ def test_stages_are_not_written_to() -> None:
 
 
 BAD: dict[str, tuple[list[WarmupStage], str]] = {
-    "no growth": ([S(max_iters=3), S(max_iters=3)], "greater than the previous max iter 3: max_iters of .*stage 1 .*got 3"),
+    "no growth": (
+        [S(max_iters=3), S(max_iters=3)],
+        "greater than the previous max iter 3: max_iters of .*stage 1 .*got 3",
+    ),
     "no length": ([S(max_iters=0)], "stage 0 .*got 0"),
     "no end value": ([S(P.INTERPOLATE, 5, start_interpolating_iters=1)], "INTERPOLATE.* needs end_value, got None"),
     "no start": ([S(P.INTERPOLATE, 5, end_value=1.0)], "needs .*start_interpolating_iters below .*got None"),
