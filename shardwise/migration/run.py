@@ -10,6 +10,7 @@ script.py`, so a child finds it by its path. (A `sitecustomize` would do the sam
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
@@ -22,6 +23,7 @@ import shardwise
 
 from .mirror import (
     STAND_INS,
+    TAKEN,
     Finder,
     install,
     real_fbgemm,
@@ -68,6 +70,10 @@ def main() -> None:
             _refuse(f"python -m shardwise.torchrec: {error}")
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+    finally:
+        if names := os.environ.get("SHARDWISE_NAMES_TAKEN"):
+            # for `shardwise migrate --run`
+            Path(names).write_text(json.dumps(sorted(TAKEN)))
 
 
 def take_over(name: str) -> None:
