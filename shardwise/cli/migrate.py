@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._version import how_to_install
-from .output import FINE, NO, WRONG, console, json_option, print_json, progress, show
+from .output import FINE, NO, WRONG, console, json_option, print_json, progress, show, waiting
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ..migration.names import Finding
     from ..migration.report import Problem, ReadFile, Report
     from ..migration.source import Use
+    from ..migration.trial import Trial
 
 # files of a name, and lines of each, that the text names one by one
 _FILES_SHOWN = 4
@@ -46,36 +48,65 @@ def add_migrate(commands: click.Group) -> None:
     @click.option("--diff", is_flag=True, help="Print what --write would change, for `patch -p0`.")
     @click.option("--write", is_flag=True, help="Rewrite the imports in the files.")
     @click.option("-v", "--verbose", is_flag=True, help="Say what shardwise does instead, and name every place.")
+    @click.option("--run", is_flag=True, help="Try the program on two processes first, and report how far it came.")
+    @click.option("--arguments", default="", metavar="TEXT", help="Of the program, for --run: '--epochs 1'.")
+    @click.option("--timeout", default=300.0, show_default=True, help="Seconds after which --run stops the program.")
     @json_option
-    def migrate(paths: tuple[Path, ...], diff: bool, write: bool, verbose: bool, as_json: bool) -> None:
+    def migrate(
+        paths: tuple[Path, ...],
+        diff: bool,
+        write: bool,
+        verbose: bool,
+        run: bool,
+        arguments: str,
+        timeout: float,
+        as_json: bool,
+    ) -> None:
         """What the programs PATHS take from TorchRec: what works, behaves otherwise, or is missing.
 
         PATHS are files, and folders for all .py and .ipynb files below them but those of virtual environments and
-        hidden folders. The code cells of a notebook are one program. Nothing of the programs is run. With --write,
-        what `shardwise` has is imported from there and the rest from `shardwise.torchrec.<TorchRec's path>`; nothing
-        but import statements changes. Names inside strings, star imports and lines for IPython are left alone.
+        hidden folders. The code cells of a notebook are one program. With --write, what `shardwise` has is imported
+        from there and the rest from `shardwise.torchrec.<TorchRec's path>`; nothing but import statements changes.
+        Names inside strings, star imports and lines for IPython are left alone.
 
-        Status 0: nothing is missing. 1: a name is missing. 2: a file cannot be read or written, is no Python, or a
-        folder has no program.
+        Nothing of the programs is run, but with --run: then PATHS is one program, which runs as two ranks on the CPU,
+        as `python -m shardwise.torchrec` runs it. Shown are the names that it took and where it stopped, not what it
+        prints.
+
+        Status 0: nothing is missing. 1: a name is missing, or the program stopped. 2: a file cannot be read or
+        written, is no Python, or a folder has no program.
         """
         if diff and (write or as_json):
             raise click.UsageError(
                 f"--diff writes nothing and prints no JSON: leave out {'--write' if write else '--json'}"
             )
+        if run and (diff or write or len(paths) != 1 or paths[0].suffix != ".py"):
+            raise click.UsageError("--run tries one program, a .py file, and goes without --diff and --write")
+        if arguments and not run:
+            raise click.UsageError("--arguments are those of the program that --run tries")
         if find_spec("libcst") is None:
             raise click.UsageError(f"migrate reads programs with libcst: {how_to_install('migrate')}")
         report = _read(paths, write)
+        trial = _try(paths[0], arguments, timeout) if run and not report.problems else None
         if diff:
             _print_diff(report)
         elif as_json:
-            print_json(_as_json(report))
+            print_json(_as_json(report) | ({"run": asdict(trial)} if trial else {}))
         else:
             _print(report, verbose)
+            if trial is not None:
+                _print_trial(trial)
         for problem in report.problems:
             _print_error(f"{_seen(str(problem.path))}:{problem.place and f'{problem.place}:'} {problem.message}")
         if diff:
             _print_error(_summary(report, "to rewrite"))
-        sys.exit(WRONG if report.problems else NO if report.counts.missing else FINE)
+        sys.exit(
+            WRONG
+            if report.problems
+            else NO
+            if report.counts.missing or (trial is not None and not trial.works)
+            else FINE
+        )
 
 
 def _read(paths: Sequence[Path], write: bool) -> Report:
@@ -97,6 +128,38 @@ def _read(paths: Sequence[Path], write: bool) -> Report:
             else:
                 problems.append(refused)
     return Report(files, problems, written)
+
+
+def _try(program: Path, arguments: str, timeout_s: float) -> Trial:
+    from ..migration.trial import try_program
+
+    with waiting("running the program on two ranks"):
+        return try_program(program, shlex.split(arguments), timeout_s)
+
+
+def _print_trial(trial: Trial) -> None:
+    """How each rank ended, and what became of the names that the run took."""
+    click.echo()
+    for ending in trial.endings:
+        if ending.status == 0:
+            text = "ended well"
+        else:
+            how = "stopped from outside" if ending.status is None else f"ended with status {ending.status}"
+            where = f" at {ending.place}" if ending.place else ""
+            text = f"{how}{where}{f': {ending.error}' if ending.error else ''}"
+        show(_text(f"rank {ending.rank} {text}", "" if ending.status == 0 else "red"))
+    count = {
+        status: sum(entry.status == status for entry in trial.findings) for status in ("works", "differs", "missing")
+    }
+    show(
+        _text(
+            f"It ran {trial.seconds:.0f} s and took {_many(len(trial.findings), 'name')}: {count['works']} served,"
+            f" {count['differs']} served partly or otherwise, {count['missing']} not"
+        )
+    )
+    for entry in trial.findings:
+        if entry.status == "missing":
+            show(_text(f"{entry.name}: {_here(entry)}", "red"))
 
 
 def _with_bar(paths: Sequence[Path]) -> Iterator[Path]:

@@ -23,6 +23,8 @@ SERVED_VERSION = f"1.8.0+shardwise.{__version__}"
 OWN_NAMES = ("TABLE", "install", "uninstall")
 
 _NAMES = {**TABLE, **FBGEMM}
+# names that this process asked for, there or not
+TAKEN: set[str] = set()
 # the modules of the tables and the packages they lie in
 MODULES = {".".join(path.split(".")[:end]) for path in _NAMES for end in range(1, path.count(".") + 2)}
 
@@ -110,6 +112,8 @@ def serve(root: str, *, original: str) -> None:
 
 def resolve(path: str, name: str, *, served_as: str) -> object:
     """What their module `path` calls `name`: ours, or a module of the tables; AttributeError if it is neither."""
+    if f"{path}.{name}" not in MODULES:
+        TAKEN.add(f"{path}.{name}")
     if name in _NAMES.get(path, {}):
         home, _, attribute = _NAMES[path][name].partition(":")
         return getattr(import_module(home), attribute)
@@ -160,6 +164,7 @@ class Finder(MetaPathFinder, Loader):
         if original is None:
             return None
         if original not in MODULES:
+            TAKEN.add(original)
             # raised here and without a name, or `from module import name` says it in other words
             raise ModuleNotFoundError(advice(original))
         return ModuleSpec(fullname, self, origin=__file__, is_package=True)

@@ -10,6 +10,7 @@ script.py`, so a child finds it by its path. (A `sitecustomize` would do the sam
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
@@ -21,7 +22,7 @@ from typing import NoReturn
 import shardwise
 
 from .._installed import STAND_INS, installed_fbgemm
-from .mirror import Finder, install
+from .mirror import TAKEN, Finder, install
 
 USAGE = "usage: python -m shardwise.torchrec script.py [args…]\n       python -m shardwise.torchrec -m module [args…]"
 # what a shell says of a command that was used wrongly, and python of a script that is not there
@@ -64,6 +65,10 @@ def main() -> None:
             _refuse(f"python -m shardwise.torchrec: {error}")
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+    finally:
+        if names := os.environ.get("SHARDWISE_NAMES_TAKEN"):
+            # for `shardwise migrate --run`
+            Path(names).write_text(json.dumps(sorted(TAKEN)))
 
 
 def take_over(name: str) -> None:
