@@ -170,8 +170,10 @@ def fused_8bit_to_float_mixed_dim(input: Tensor, D_offsets: Tensor, output_dtype
         if offsets[0] != 0 or offsets[-1] != width or any(b - a < _SINGLE for a, b in pairwise(offsets)):
             raise ValueError(f"D_offsets must lead from 0 to {width} in steps of {_SINGLE} or more, got {offsets}")
     if runs_kernel(input):
-        offsets, columns = D_offsets.to(input.device), width - _SINGLE * tables
-        return torch.ops.shardwise.from_fused_tables(input, offsets, columns, dtype)  # type: ignore[no-any-return]
+        columns = width - _SINGLE * tables
+        return torch.ops.shardwise.from_fused_tables(  # type: ignore[no-any-return]
+            input, D_offsets.to(input.device), columns, dtype
+        )
     ends = D_offsets[1:].to(input.device, torch.int64)
     at = (ends[:, None] + torch.arange(-_SINGLE, 0, device=input.device)).clamp(0, width - 1)
     scales = from_bytes(input[:, at.flatten()], torch.float32).view(-1, tables, 2)

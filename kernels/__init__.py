@@ -6,10 +6,11 @@ Every op is a Triton kernel beside a torch twin; importing this package register
 if __name__ == "kernels":
     raise ImportError("import shardwise.kernels: 'kernels' alone would be a second copy of it")
 
+from . import pieces as _pieces
 from ._op import capturing
 from .configs import use_configs
 from .features import Feature, Segment, flatten_segments, origin_of, pack_features, table_rows
-from .jagged import pieces as _pieces, requests as _requests
+from .jagged import requests as _requests
 from .jagged.bmm import jagged_dense_bmm, jagged_jagged_bmm
 from .jagged.bucketize import Bucketized, block_bucketize
 from .jagged.calibration import (

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._op import INTERPRETED, register, runs_kernel, tl, triton
 from ..features import segment_of_position
 
-_BLOCK = 64 if INTERPRETED else 256
+_BLOCK = 64 if INTERPRETED else 128
 
 
 def bound_ids_ref(ids: Tensor, rows: Tensor, begins: Tensor, correct: bool) -> Tensor:
@@ -47,27 +47,26 @@ def _bound_ids_kernel(  # type: ignore[no-untyped-def]
     t = segment_of_position(O, i, T, steps)
     here &= tl.load(O + t, mask=here, other=0) <= i
     outside = here & ((id < -1) | (id >= tl.load(R + t, mask=here, other=0)))
-    count = tl.sum(outside.to(tl.int32), 0)
-    if count > 0:
-        if CORRECT:
-            tl.store(I + i, tl.zeros((BLOCK,), I.dtype.element_ty), mask=outside)
-        # sums of whole numbers are the same in any order
-        tl.atomic_add(C, count.to(tl.int64))
+    tl.store(C + tl.program_id(0), tl.sum(outside.to(tl.int32), 0))
+    if CORRECT:
+        tl.store(I + i, tl.zeros((BLOCK,), I.dtype.element_ty), mask=outside)
 
 
 def _bound_ids(ids: Tensor, rows: Tensor, begins: Tensor, correct: bool) -> Tensor:
     if not runs_kernel(ids):
         return bound_ids_ref(ids, rows, begins, correct)
-    count = torch.zeros(1, dtype=torch.int64, device=ids.device)
-    if n := ids.shape[0]:
-        # ids that lie apart are corrected in a copy
-        given, tables = ids.contiguous(), rows.shape[0]
-        _bound_ids_kernel[(triton.cdiv(n, _BLOCK),)](
-            given, rows.contiguous(), begins.contiguous(), count, n, tables, tables.bit_length() + 1, correct, _BLOCK
-        )
-        if correct and given is not ids:
-            ids.copy_(given)
-    return count
+    n, tables = ids.shape[0], rows.shape[0]
+    if not n:
+        return torch.zeros(1, dtype=torch.int64, device=ids.device)
+    # ids that lie apart are corrected in a copy
+    given, blocks = ids.contiguous(), triton.cdiv(n, _BLOCK)
+    counts = torch.empty(blocks, dtype=torch.int32, device=ids.device)
+    _bound_ids_kernel[(blocks,)](
+        given, rows.contiguous(), begins.contiguous(), counts, n, tables, tables.bit_length() + 1, correct, _BLOCK
+    )
+    if correct and given is not ids:
+        ids.copy_(given)
+    return counts.sum(0, keepdim=True)
 
 
 register(

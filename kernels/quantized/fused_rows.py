@@ -43,7 +43,9 @@ def to_fused_rows_ref(rows: Tensor, bits: int, wide: bool, min_max: Tensor | Non
         packed, scales = quantize_rows_ref(rows, "int8", torch.float32)
     else:
         values = rows.float()
-        low, high = values.aminmax(dim=1, keepdim=True) if min_max is None else min_max.float().split(1, 1)
+        low, high = values.aminmax(dim=1, keepdim=True)
+        if min_max is not None:
+            low, high = min_max[:, :1].float(), min_max[:, 1:].float()
         packed, scales = packed_rows(values, low, high, bits)
     return torch.cat([packed, scales.contiguous().view(torch.uint8)], 1)
 

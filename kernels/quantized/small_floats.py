@@ -14,7 +14,8 @@ from torch import Tensor
 from .._op import INTERPRETED, next_power_of_2, register, runs_kernel, tl, triton
 from .row_numbers import UNFUSED
 
-_BLOCK = 64 if INTERPRETED else 1024
+# a number for each thread: what is read and written one after another then uses its sectors (perf/compile/sectors.py)
+_BLOCK = 64 if INTERPRETED else 128
 # numbers of a tile where neighbours share an exponent, and at most of a box at a time
 _TILE = 64 if INTERPRETED else 1024
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
 
-from ...kernels import hashes
-from ...kernels.jagged import pieces, requests
+from ...kernels import hashes, pieces
+from ...kernels.jagged import requests
 from ...kernels.lookup import bound_ids, pruned
 from ...kernels.quantized import fp8_rows, fused_rows, small_floats
 from ..selftest.served_checks import SERVED, Served

@@ -92,6 +92,9 @@ REGISTERS = {
     r"chunk_alone ": 80,
     r"softmax |softmax_gradient |vector_product |by_rows |by_vectors ": 96,
     r"unary_chunk |quantize_rows ": 96,
+    # a row twice, or hashes in 64 bits; six programs of four warps are on a multiprocessor then
+    r"share_exponents |to_fp8_parts |to_fused_rows |from_fused_rows |from_fused_tables ": 96,
+    r"hashed_rows |identity_slots ": 96,
     # NVIDIA's compiler keeps to 80, of int2 to 104
     r"quantized_pooled_lookup .* (fp8|int2)( |$)": 112,
     r"quantized_pooled_lookup ": 80,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.kernels import hashes
-from shardwise.kernels.jagged import pieces, requests
+from shardwise.kernels import hashes, pieces
+from shardwise.kernels.jagged import requests
 from shardwise.kernels.lookup import bound_ids, pruned
 from shardwise.kernels.quantized import fp8_rows, fused_rows, small_floats
 
@@ -27,7 +27,7 @@ ROWS = sum(LENGTHS)
 
 @dataclass(frozen=True)
 class Served:
-    """A call of an op (`torch.ops.shardwise`), its reference, and the kernels that it launches ("jagged.pieces.take").
+    """A call of an op (`torch.ops.shardwise`), its reference, and the kernels that it launches ("pieces.take").
 
     `writes` is the input that the op changes, compared with its result.
     """
@@ -35,7 +35,7 @@ class Served:
     op: str
     words: str
     reference: Callable[..., Any]
-    inputs: Callable[[], Sequence[Any]]
+    inputs: Callable[..., Sequence[Any]]
     kernels: str
     writes: int | None = None
 
@@ -245,29 +245,29 @@ def _pieces() -> Iterator[Served]:
         yield Served(
             "take_pieces", words, of.take_pieces_ref,
             lambda values=values, index=index: [values(), *(x.to(index) for x in _of_bags()[1:]), None],
-            "jagged.pieces.take_pieces",
+            "pieces.take_pieces",
         )  # fmt: skip
         yield Served(
             "place_pieces", words, of.place_pieces_ref,
             lambda values=values, index=index: [
                 values()[: int(_of_bags()[2][-1])], *(x.to(index) for x in _of_bags()[1:]), ROWS + 3
             ],
-            "jagged.pieces.place_pieces",
+            "pieces.place_pieces",
         )  # fmt: skip
         yield Served(
             "take_masked", words, of.take_masked_ref,
             lambda values=values, index=index: [values(), _mask(), *(x.to(index) for x in _masked_bags()), None],
-            "jagged.pieces.take_masked",
+            "pieces.take_masked",
         )  # fmt: skip
     for index in (torch.int64, torch.int32):
         yield Served(
             "masked_counts", _TYPES[index], of.masked_counts_ref,
-            lambda index=index: [_mask(), offsets_of().to(index)], "jagged.pieces.masked_counts",
+            lambda index=index: [_mask(), offsets_of().to(index)], "pieces.masked_counts",
         )  # fmt: skip
         yield Served(
             "inside_pieces", _TYPES[index], of.inside_pieces_ref,
             lambda index=index: [_of_bags()[1].to(index), _of_bags()[2].diff().to(index), ROWS + 3],
-            "jagged.pieces.inside_pieces",
+            "pieces.inside_pieces",
         )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from kernel_inputs import DEVICES, torch_device
 
-from shardwise.kernels.jagged import pieces, requests
+from shardwise.kernels import pieces
+from shardwise.kernels.jagged import requests
 from shardwise.kernels.quantized import fp8_rows, small_floats
 from shardwise.perf.selftest.agreement import Tolerance, compare
 from shardwise.perf.selftest.check import on

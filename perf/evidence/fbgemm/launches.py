@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,7 +176,7 @@ def launches_of(name: str) -> Launches:
 
 def _count(name: str, call: Call) -> Launches:
     on_host = _READ_ONCE.get(name, ())
-    with use_fake_cuda(counted := Counted(), sizes=True), warnings.catch_warnings():
+    with use_fake_cuda(counted := Counted(), sizes=True), warnings.catch_warnings(), _nothing_filled():
         warnings.simplefilter("ignore")
         args = [each if place in on_host else tree_map(_on_device, each) for place, each in enumerate(call.args)]
         if name in _PLACEMENTS:
@@ -183,6 +184,17 @@ def _count(name: str, call: Call) -> Launches:
         counted.clear()
         OPS[name].function(*args)
         return Launches(Counter(counted.kernels), sum(counted.syncs.values()))
+
+
+@contextmanager
+def _nothing_filled() -> Iterator[None]:
+    """Memory is as it is found: where torch is to be deterministic, it fills what it makes."""
+    settings: Any = torch.utils.deterministic
+    before, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = before
 
 
 def _on_device(value: Any) -> Any:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise.fbgemm import OPS
-from shardwise.kernels import hashes
-from shardwise.kernels.jagged import pieces, requests
+from shardwise.kernels import hashes, pieces
+from shardwise.kernels.jagged import requests
 from shardwise.kernels.lookup import pruned
 from shardwise.kernels.quantized import fp8_rows, fused_rows, small_floats
 from shardwise.perf.suite.case import Call, Case, Ready, Setting

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._op import INTERPRETED, register, register_autograd, runs_kernel, tl, triton
-from ..features import segment_of_position
+from ._op import INTERPRETED, register, register_autograd, runs_kernel, tl, triton
+from .features import segment_of_position
 
 _BLOCK = 64 if INTERPRETED else 128
 # bags and positions of a tile that goes through masks
