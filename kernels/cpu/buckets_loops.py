@@ -17,6 +17,8 @@ from numba import carray
 from numba.core import types as numba_types
 from numba.extending import intrinsic
 
+from .njit import compiled_by_types
+
 # to type checkers these are functions of fewer arguments, types without CPointer, and numbers of Python
 _intrinsic: Any = intrinsic
 types: Any = numba_types
@@ -38,15 +40,6 @@ DENSE, DIGIT = 4, 11
 DIGITS = 1 << DIGIT
 # an id of a bucket is stored as the bucket, one outside all blocks as -1 - bucket
 BAD_LENGTHS, BAD_ID = -1, -2
-
-
-def _compiled(function: Any) -> Any:
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:
-        # no place to keep it: neither beside this file nor in the home of the user can anything be written
-        return numba.njit(**options)(function)
 
 
 @_intrinsic
@@ -139,7 +132,7 @@ def _ids_of(lengths: Any, first: int, last: int, most: int) -> Any:
     return BAD_LENGTHS if least < 0 or largest > most or total > most else total
 
 
-@_compiled
+@compiled_by_types
 def count_buckets(
     lengths_at: int,
     bags: int,
@@ -200,7 +193,7 @@ def count_buckets(
     return at
 
 
-@_compiled
+@compiled_by_types
 def place_in_buckets(
     lengths_at: int,
     bags: int,
@@ -283,7 +276,7 @@ def place_in_buckets(
         at, bag = end, stop
 
 
-@_compiled
+@compiled_by_types
 def cursors_of(counts_at: int, parts: int, buckets: int) -> None:
     """Replace counts [parts, buckets] by where each part begins in each bucket."""
     counts = _view(counts_at, parts * buckets, LIKE_INT64)
@@ -295,7 +288,7 @@ def cursors_of(counts_at: int, parts: int, buckets: int) -> None:
             total += n
 
 
-@_compiled
+@compiled_by_types
 def bucketize(
     lengths_at: int,
     bags: int,
@@ -344,7 +337,7 @@ def bucketize(
     return reached
 
 
-@_compiled
+@compiled_by_types
 def id_range(ids_at: int, begin: int, end: int, ids_like: Any) -> Any:
     """The least and the largest of ids begin ... end - 1; (0, -1) of none."""
     ids = _view(ids_at, end, ids_like)
@@ -357,7 +350,7 @@ def id_range(ids_at: int, begin: int, end: int, ids_like: Any) -> Any:
     return least, largest
 
 
-@_compiled
+@compiled_by_types
 def unique_run(
     ids_at: int,
     begin: int,
@@ -448,7 +441,7 @@ def unique_run(
     return distinct + 1
 
 
-@_compiled
+@compiled_by_types
 def unique_tables(
     ids_at: int,
     n: int,
@@ -504,7 +497,7 @@ def unique_tables(
     return distinct
 
 
-@_compiled
+@compiled_by_types
 def spread(
     numbers_at: int,
     first_features_at: int,
@@ -531,7 +524,7 @@ def spread(
             offsets[begin + i + 1] = total
 
 
-@_compiled
+@compiled_by_types
 def calibrate(
     logits_at: int,
     logits_like: Any,

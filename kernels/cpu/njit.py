@@ -1,17 +1,22 @@
 """The numba decorator of every file of loops, and views of memory by its address.
 
-A tensor as an address (`data_ptr()`) costs a call a twentieth of what it costs as an array.
+A tensor as an address (`data_ptr()`) costs a call a twentieth of what it costs as an array. Compiled code is kept on
+disk, where that can be written, and loads by itself: a process that compiles nothing does not load numba's compiler.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numba
 import numpy as np
-from numba.core import cgutils, types as numba_types
+from numba.core import cgutils, sigutils, types as numba_types
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.core.ccallback import CFunc
+from numba.core.runtime import rtsys
 from numba.extending import intrinsic
 
 from ..features import (
@@ -26,35 +31,75 @@ from .vectors import FORM
 
 # numba keeps compiled code by the name of its function and sees changes of that function's file only: whoever changes
 # what stands below raises the first number, so that what was kept is compiled anew
-_FORM = "_".join(map(str, (2, FORM, BASE, COLUMN, DIM, FIELDS, MEAN, ROWS)))
+_FORM = "_".join(map(str, (3, FORM, BASE, COLUMN, DIM, FIELDS, MEAN, ROWS)))
 
 # to type checkers these are functions of fewer arguments, and types without voidptr
 _intrinsic: Any = intrinsic
 _types: Any = numba_types
 _carray: Any = numba.carray
 
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+
 # keep compiled code alive whose entry points files of loops hold
 _dispatchers: list[Any] = []
 
 
+class _CompiledLoop(CompileResultCacheImpl):  # type: ignore[misc]
+    """What is kept of a compiled loop: its code, without numba's own modules."""
+
+    def reduce(self, cres: Any) -> tuple[Any, ...]:
+        # last: the environments of functions of numba that were compiled in. Exceptions in them would read these, and
+        # loops raise none; to load one imports the module that it is of
+        return (*super().reduce(cres)[:-1], ())
+
+
+class _LoopCache(FunctionCache):  # type: ignore[misc]
+    """Compiled loops on disk, which load without what compiling needs."""
+
+    _impl_class = _CompiledLoop
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        # numba would load here all that it can compile, scipy among it, in 0.4 s; a compilation does so by itself
+        rtsys.initialize(target_context)
+        with self._guard_against_spurious_io_errors():
+            result = self._load_overload(sig, target_context)
+        if result is None:
+            say_that_loops_compile(self.cache_path)
+        return result
+
+
+@cache
+def say_that_loops_compile(place: str) -> None:
+    """Log, once a process and folder, that loops are compiled, which the first calls on a new machine wait for."""
+    logging.getLogger("shardwise").warning(
+        "shardwise: compiling its loops for this CPU, seconds each, once: kept in %s (SHARDWISE_NUMBA=0 runs on torch)",
+        place,
+    )
+
+
+def _keep(made: Any, function: Any) -> Any:
+    """Have a dispatcher or C function of numba keep its code on disk; in memory where neither beside its file nor in
+    the home of the user can anything be written."""
+    try:
+        made._cache = _LoopCache(function)
+    except RuntimeError:
+        say_that_loops_compile("memory")
+    return made
+
+
 def compiled(*signature: Any, inline: bool = False) -> Callable[[Any], Any]:
-    """numba.njit without the GIL. With a signature a function for Python, compiled when it is first called and kept on
-    disk where that can be written; without one a function for other loops."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    """numba.njit without the GIL. With a signature a function for Python, compiled when it is first called and kept;
+    without one a function for other loops."""
 
     def decorate(function: Any) -> Any:
         if not signature:
-            return numba.njit(forceinline=inline, **options)(function)
+            return numba.njit(forceinline=inline, **_OPTIONS)(function)
         function.__qualname__ += f"_{_FORM}"
 
         def first(*args: Any) -> Any:
-            try:
-                made = numba.njit(*signature, cache=True, **options)(function)
-            except RuntimeError:
-                # no place to keep it: neither beside its file nor in the home of the user can anything be written
-                made = numba.njit(*signature, **options)(function)
+            made = _keep(numba.njit(**_OPTIONS)(function), function)
             # past the dispatcher, which looks at the type of each argument: these are all int
-            entry = next(iter(made.overloads.values())).entry_point
+            entry = made.compile(*signature)
             _dispatchers.append(made)
             function.__globals__[function.__name__] = entry
             return entry(*args)
@@ -64,22 +109,25 @@ def compiled(*signature: Any, inline: bool = False) -> Callable[[Any], Any]:
     return decorate
 
 
+def compiled_by_types(function: Any) -> Any:
+    """numba.njit without the GIL of a function for Python, compiled for the types of each call's arguments and kept."""
+    return _keep(numba.njit(**_OPTIONS)(function), function)
+
+
+def c_function(function: Any) -> int:
+    """The address of a C function of a job's address, which threads call (threads.py); compiled now, and kept."""
+    signature = sigutils.normalize_signature(_types.void(_types.int64))
+    made = _keep(CFunc(function, signature, {}, {"error_model": "numpy"}), function)
+    made.compile()
+    _dispatchers.append(made)
+    return int(made.address)
+
+
 def worker(function: Any) -> Callable[[], int]:
-    """Gives the address of a C function of a job's address, which threads call (threads.py); compiled when it is
-    first asked for, and kept on disk where that can be written."""
+    """Gives the address of such a C function, which is compiled when it is first asked for."""
     # 1: of `taken` in vectors.py
     function.__qualname__ += f"_{_FORM}_1"
-
-    @cache
-    def made() -> Any:
-        kind = _types.void(_types.int64)
-        try:
-            return numba.cfunc(kind, cache=True, error_model="numpy")(function)
-        except RuntimeError:
-            # no place to keep it: neither beside its file nor in the home of the user can anything be written
-            return numba.cfunc(kind, error_model="numpy")(function)
-
-    return lambda: made().address
+    return cache(partial(c_function, function))
 
 
 @_intrinsic

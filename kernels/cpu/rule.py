@@ -88,7 +88,7 @@ def update_of(rule: Rule) -> int:
     made = {name: names[name] for name in ("_apply", "_prefetch_states", "_states")}
     function = FunctionType(loop.__code__, {**vars(update_loops), **made, "_STATES": len(rule.states)}, name)
     function.__qualname__ = name
-    return work(function).address  # type: ignore[no-any-return]
+    return work(function)
 
 
 class _Split(ast.NodeTransformer):

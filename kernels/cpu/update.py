@@ -230,9 +230,9 @@ def update(update: Update, numbers: Tensor, grad: Tensor, lookup: Lookup) -> boo
     for state in states:
         job.extend((state.data_ptr(), state.shape[0]))
     where = job.buffer_info()[0]
-    call(loops.plan.address, where)
+    call(loops.plan, where)
     divide = call if slices == 1 else spread
-    divide(loops.count.address, where)
+    divide(loops.count, where)
     total, largest = job[loops.TOTAL], job[loops.LARGEST]
     # each row belongs to one bucket, so tasks share none
     tasks = _parts(total * widest, total, configs.cpu("update_tasks", _TASKS) * threads)
@@ -244,7 +244,7 @@ def update(update: Update, numbers: Tensor, grad: Tensor, lookup: Lookup) -> boo
     at = room.data_ptr()
     job[loops.ENTRIES], job[loops.SCRATCH], job[loops.LONG_RUNS] = at, at + 8 * total, at + 8 * runs_at
     job[loops.TASKS], job[loops.LONG], job[loops.SCRATCH_WORDS] = tasks, long, words
-    divide(loops.scatter.address, where)
+    divide(loops.scatter, where)
     divide = call if tasks == 1 else spread
     divide(loop, where)
     runs = job[loops.RUNS]
@@ -263,8 +263,8 @@ def _update_long(loop: int, job: array[int], entry: int, run: Sequence[int], dim
     job[loops.LONG_RUNS], job[loops.BLOCKS] = entries.data_ptr(), sums.data_ptr()
     job[loops.TASKS], job[loops.WIDEST] = blocks, dim
     job[loops.UPDATING] = job[loops.WORKERS] = 0
-    spread(loops.sum_blocks.address, where)
-    call(loops.join_blocks.address, where)
+    spread(loops.sum_blocks, where)
+    call(loops.join_blocks, where)
     # what is left is an update of one row by one gradient
     single = torch.tensor([entry >> 32 << 32, 0, 1, feature], device="cpu")
     job[loops.ENTRIES], job[loops.STARTS], job[loops.OWNERS] = (single.data_ptr() + 8 * i for i in (0, 1, 3))

@@ -17,7 +17,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import float32, int64, uint64
+from numba import float32, uint64
 from numba.core import types as numba_types
 
 from ..features import (
@@ -31,7 +31,7 @@ from ..features import (
     ROWS,
 )
 from ..transpose import CHUNK
-from .njit import _FORM as PARTS_FORM, f4, i8, pointer
+from .njit import _FORM as PARTS_FORM, c_function, f4, i8, pointer
 from .vectors import (
     AHEAD,
     FORM,
@@ -76,14 +76,10 @@ _carray: Any = numba.carray
 _MARK = "-".join(map(str, (BASE, COLUMN, DIM, FIELDS, FIRST_ROW, MEAN, ORDER, ROWS, CHUNK, FORM, PARTS_FORM)))
 
 
-def work(function: Any) -> Any:
-    """A C function of a job's address, compiled at once and kept on disk."""
+def work(function: Any) -> int:
+    """The address of a C function of a job's address, compiled at once and kept on disk."""
     function.__qualname__ += f"_{_MARK}"
-    try:
-        return numba.cfunc(_types.void(int64), cache=True, error_model="numpy")(function)
-    except RuntimeError:
-        # no place to keep it: neither beside this file nor in the home of the user can anything be written
-        return numba.cfunc(_types.void(int64), error_model="numpy")(function)
+    return c_function(function)
 
 
 @work
