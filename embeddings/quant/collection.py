@@ -203,7 +203,12 @@ class QuantizedCollection(TableModule):
         self, features: KeyedJaggedTensor, look_up: Callable[[QuantizedTables, KeyedJaggedTensor], Tensor]
     ) -> Found:
         if not torch.compiler.is_compiling():
-            self._settle()
+            shown, children = self._views, self._modules[self._children_name]._modules  # type: ignore[union-attr]
+            # a loop here, as every lookup asks this of every table
+            for table, child in children.items():
+                for name, buffer in child._buffers.items():  # type: ignore[union-attr]
+                    if buffer is not shown[table, name]:
+                        _take_back_replaced(self, None)
         return look_up_groups(self._groups, features, look_up, self._shared_features)
 
     def _settle(self) -> None:

@@ -24,12 +24,12 @@ from shardwise.embeddings.collections.collection import TableCollection
 from shardwise.embeddings.optim.keyed_optimizer import OptimizerWrapper
 from shardwise.kernels import rule_named
 from shardwise.planner.layout import Shard, Span
+from shardwise.sharding.comms.agreement import exchange_device
 from shardwise.sharding.comms.env import ShardingEnv2D
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.dmp.dmp import DistributedModelParallel
 from shardwise.sharding.dmp.unwrap import get_unwrapped_module
 from shardwise.sharding.engine.collection import ShardedCollection
-from shardwise.sharding.modules.placement import exchange_device
 
 from .errors import Link
 from .manifest import WEIGHT

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from ..comms.agreement import Facts, agree, facts_of_versions
+from ..comms.agreement import Facts, agree, exchange_device, facts_of_versions
 from ..comms.env import ShardingEnv, default_env
 from ..comms.exchange import Exchange, hang_up
 from ..comms.watch import watch_over
@@ -18,7 +18,6 @@ from ..modules.generators import ParameterShardingGenerator, apply_to_all
 from ..modules.placement import (
     Place,
     agree_on_plan,
-    exchange_device,
     facts_of_tables,
     find_places,
     plan_cuts,

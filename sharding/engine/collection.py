@@ -333,7 +333,12 @@ class ShardedCollection(StagedModule[Step]):
 
     def start(self, features: KeyedJaggedTensor | Exception) -> Step:
         """Route the batch and tell all ranks what they will get, or what is wrong with it; waits for nobody."""
-        features = self._ready(features)
+        shown: Any = self._modules[self._children_name]._modules  # type: ignore[union-attr]
+        # a loop here, as every step asks this of every table
+        for name, param in self._tables.parameters.items():
+            if shown[name]._parameters["weight"] is not param or param.is_meta:
+                features = self._ready(features)
+                break
         update = torch.is_grad_enabled()
         step = Step(update, self._receiving[update])
         sizes: list[list[int]] | Exception

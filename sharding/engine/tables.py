@@ -283,7 +283,7 @@ class LocalTables:
         if len(devices) > 1:
             raise ValueError(f"tables {list(self.parameters)}: give all weights one device, they are on {devices}")
         device = next(iter(given.values())).device
-        moves = device != self.device
+        moves: bool = device != self.device
         values = {name: param.detach().clone() for name, param in given.items()}
         for name, param in given.items():
             # what is held elsewhere keeps its rows

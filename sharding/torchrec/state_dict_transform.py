@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comms.agreement import Facts, agree, facts_of_all
+from ..comms.agreement import Facts, agree, exchange_device, facts_of_all
 from ..comms.exchange import Exchange
 from ..comms.failures import agreed
 from ..engine.state import (
@@ -24,7 +24,6 @@ from ..engine.state import (
     local_pieces,
     part_of,
 )
-from ..modules.placement import exchange_device
 
 
 def state_dict_gather(src: Mapping[str, Any], dst: Mapping[str, Tensor]) -> None:
