@@ -17,7 +17,7 @@ from ..comms.env import ShardingEnv, default_env
 from ..comms.exchange import hang_up
 from ..comms.watch import watch_over
 from ..engine.reshard import changes_of, reshard_by_plan
-from ..engine.state import check_weights
+from ..engine.state import check_weights, take_over
 from ..modules.default_sharders import get_default_sharders
 from ..modules.placement import (
     Place,
@@ -298,7 +298,7 @@ class DistributedModelParallel(nn.Module):
         """Compute where parameters are by now, if they began on meta."""
         if self._device.type == "meta":
             for sharded in self._sharded.values():
-                sharded.take_over()
+                take_over(sharded)
             self._device = next((t.device for t in self.parameters() if not t.is_meta), self._device)
 
     def _groups(self) -> list[dist.ProcessGroup | None]:

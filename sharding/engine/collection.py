@@ -46,7 +46,7 @@ from .routes import Routes, Table, plan_routes
 from .settings import output_dtypes
 from .shards import LocalShards
 from .stages import StagedModule, StepContext
-from .state import States, publish_weights, take_weights
+from .state import States, publish_weights, take_over, take_weights
 from .step import IDS_RECEIVED, IDS_SENT, LOOKED_UP, Step
 from .tables import Collection, LocalTables, Mark, Stores, facts_of_replicas, tables_of
 from .wire import (
@@ -337,7 +337,7 @@ class ShardedCollection(StagedModule[Step]):
         # a loop here, as every step asks this of every table
         for name, param in self._tables.parameters.items():
             if shown[name]._parameters["weight"] is not param or param.is_meta:
-                features = self._ready(features)
+                features = _ready(self, features)
                 break
         update = torch.is_grad_enabled()
         step = Step(update, self._receiving[update])
@@ -491,48 +491,29 @@ class ShardedCollection(StagedModule[Step]):
         with torch.set_grad_enabled(step.update and torch.is_grad_enabled()):
             return self.shards.look_up_replicated(step, dense=True)
 
-    def take_over(self) -> None:
-        """Make parameters that were put in the place of this rank's own the tables'; nothing where there are none.
-
-        Raises:
-            ValueError: as `LocalTables.follow`.
-        """
-        own, children = self._tables.parameters, self._modules[self._children_name]
-        assert children is not None
-        given = {
-            name: child._parameters["weight"]
-            for name, child in children._modules.items()
-            if child is not None and child._parameters["weight"] is not own[name]
-        }
-        if not given:
-            return
-        moved = self._tables.follow(given)
-        self._dense_parameters = self._tables.dense_parameters()
-        if moved:
-            self._forget()
-
-    def _ready(self, features: KeyedJaggedTensor | Exception) -> KeyedJaggedTensor | Exception:
-        """The batch, once parameters from outside were taken over, or in its place why they cannot be.
-
-        Raises:
-            ValueError: the tables are on meta, where nothing is exchanged.
-        """
-        try:
-            self.take_over()
-        except ValueError as error:
-            features = error
-        if self.device.type == "meta":
-            raise ValueError(
-                "this sharded collection is on meta: call to_empty(device=...) of the model, load a state dict, then"
-                " look batches up"
-            )
-        return features
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedCollection:
-        self.take_over()
+        take_over(self)
         self._tables.move(fn)
         children: Any = self._modules[self._children_name]
         for name, param in self._tables.parameters.items():
             children[name]._parameters["weight"] = param
         self._forget()
         return self
+
+
+def _ready(collection: ShardedCollection, features: KeyedJaggedTensor | Exception) -> KeyedJaggedTensor | Exception:
+    """The batch, once parameters from outside were taken over, or in its place why they cannot be.
+
+    Raises:
+        ValueError: the tables are on meta, where nothing is exchanged.
+    """
+    try:
+        take_over(collection)
+    except ValueError as error:
+        features = error
+    if collection.device.type == "meta":
+        raise ValueError(
+            "this sharded collection is on meta: call to_empty(device=...) of the model, load a state dict, then"
+            " look batches up"
+        )
+    return features

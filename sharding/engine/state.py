@@ -210,9 +210,30 @@ def _sharded_tensor(value: Value, env: ShardingEnv) -> Tensor:
     )
 
 
+def take_over(collection: ShardedCollection) -> None:
+    """Make parameters that were put in the place of this rank's own the tables'; nothing where there are none.
+
+    Raises:
+        ValueError: as `LocalTables.follow`.
+    """
+    own, children = collection._tables.parameters, collection._modules[collection._children_name]
+    assert children is not None
+    given = {
+        name: child._parameters["weight"]
+        for name, child in children._modules.items()
+        if child is not None and child._parameters["weight"] is not own[name]
+    }
+    if not given:
+        return
+    moved = collection._tables.follow(given)
+    collection._dense_parameters = collection._tables.dense_parameters()
+    if moved:
+        collection._forget()
+
+
 def publish_weights(collection: ShardedCollection, destination: dict[str, Any], prefix: str, _: Any) -> None:
     """After `state_dict`: the cut tables of a collection as others see them, in place of this rank's parameters."""
-    collection.take_over()
+    take_over(collection)
     states = collection.states
     for name in states.tables:
         key = f"{prefix}{collection.parameter_name(name)}"
@@ -236,7 +257,7 @@ def check_weights(
     Raises:
         ValueError: as `take`.
     """
-    collection.take_over()
+    take_over(collection)
     states = collection.states
     keys = {name: f"{prefix}{collection.parameter_name(name)}" for name in states.tables}
     return {
