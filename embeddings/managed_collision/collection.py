@@ -12,7 +12,7 @@ from shardwise.embeddings.config import BaseEmbeddingConfig
 from shardwise.embeddings.tables.grouped import pick_features
 from shardwise.errors import RefusedValueError
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
-from shardwise.jagged.keyed_jagged_tensor import like
+from shardwise.jagged._combine import like
 from shardwise.jagged.scripting import NotScriptable
 from shardwise.jagged.tracing import OneNode, record_forward
 

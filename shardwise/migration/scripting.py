@@ -165,7 +165,7 @@ def _holds_jagged(inputs: Any) -> bool:
 
 
 def _is_jagged(cls: type) -> bool:
-    from shardwise.jagged.streamable import Traceable
+    from shardwise.jagged.tracing import Traceable
 
     return issubclass(cls, Traceable)
 
