@@ -11,14 +11,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardwise.kernels._op import runs_kernel
-from shardwise.kernels.quantized.fp8_rows import (
+from shardwise.kernels.quantized import (
     BACKWARD,
     EXTRA,
     FORWARD,
+    float_to_bfloat16 as to_bfloat16,
+    from_float8,
     scaled_codes,
+    to_float8,
     to_fp8_rows,
 )
-from shardwise.kernels.quantized.small_floats import float_to_bfloat16 as to_bfloat16, from_float8, to_float8
 
 from .quantize_rows import as_bytes, from_bytes, output_type, require_bytes, require_floats
 from .registry import op

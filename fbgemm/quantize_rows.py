@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels._op import runs_kernel
-from shardwise.kernels.quantized.fused_rows import packed_rows
+from shardwise.kernels.quantized import packed_rows
 
 from .registry import op
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise import kernels
 from shardwise.kernels import RegroupPlan
 from shardwise.kernels._op import unwatched
-from shardwise.kernels.jagged.regroup_numbers import (
+from shardwise.kernels.jagged import (
     Row,
     dims_of,
     of_widths,

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise import kernels
 from shardwise.kernels._op import runs_kernel
 from shardwise.kernels.cpu import offsets_are_good
-from shardwise.kernels.jagged.requests import source_bags
+from shardwise.kernels.jagged import source_bags
 
 from .registry import op
 

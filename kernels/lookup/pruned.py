@@ -48,6 +48,7 @@ def hashed_rows_ref(ids: Tensor, offsets: Tensor, hash_table: Tensor, ends: Tens
     for n, (t, wanted) in enumerate(zip(table, ids.tolist(), strict=True)):
         begin, slots = int(ends[t]), int(ends[t + 1] - ends[t])
         home = int(unsigned_remainder(hashed[n], max(slots, 1)))
+        key = row = FREE
         for step in range(slots):
             key, row = hash_table[begin + (home + step) % slots].tolist()
             if key in (wanted, FREE):

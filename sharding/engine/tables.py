@@ -212,7 +212,11 @@ class LocalTables:
         for table in self._routes.dense_cuts:
             if self.parameters[table.name].numel():
                 whole = _stacked(table.name, views[table.name]) if table.name in views else None
-                gradients.append(None if whole is None else _own(whole))
+                if whole is not None:
+                    # the same memory as a tensor that is no view to autograd
+                    place = (whole.untyped_storage(), whole.storage_offset(), whole.shape, whole.stride())
+                    whole = whole.new_empty(0).set_(*place)
+                gradients.append(whole)
         return gradients
 
     def frozen_tables(self) -> int:
@@ -312,11 +316,6 @@ class LocalTables:
         for name, param in self.parameters.items():
             children[name].register_parameter("weight", param)
         return children
-
-
-def _own(view: Tensor) -> Tensor:
-    """The same memory as a tensor that is no view to autograd."""
-    return view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
 def _stacked(name: str, views: Sequence[Tensor]) -> Tensor:

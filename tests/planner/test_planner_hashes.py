@@ -107,7 +107,8 @@ def test_a_constraint_hashes_as_torchrecs(case: str) -> None:
 
 @pytest.mark.parametrize("own", [{"ranks": [0]}, {"not_on": [0]}, {"same_rank": "a"}, {"skew": Skew(1.0)}])
 def test_a_field_of_ours_changes_the_hash_of_a_constraint(own: dict[str, Any]) -> None:
-    others = [ParameterConstraints(**other) for other in ({}, {"ranks": [1]}, {"not_on": [1]}, {"same_rank": "b"})]
+    settings: list[dict[str, Any]] = [{}, {"ranks": [1]}, {"not_on": [1]}, {"same_rank": "b"}]
+    others = [ParameterConstraints(**other) for other in settings]
     assert ParameterConstraints(**own).__hash__() not in [other.__hash__() for other in others]
 
 

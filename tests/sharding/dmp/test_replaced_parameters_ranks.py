@@ -98,13 +98,15 @@ def replaced_before() -> bool:
 
 def replaced_after() -> bool:
     plain, model = sharded(Model("cpu")), sharded(Model("cpu"))
-    train(plain, 1), train(model, 1)
-    held = {name: (param, param.detach().clone()) for name, param in model.module.bags.named_parameters()}
+    train(plain, 1)
+    train(model, 1)
+    bags: Any = model.module.bags
+    held = {name: (param, param.detach().clone()) for name, param in bags.named_parameters()}
     for name, (param, _) in held.items():
         path, _, leaf = name.rpartition(".")
-        model.module.bags.get_submodule(path)._parameters[leaf] = nn.Parameter(param.detach() + 1.0)
+        bags.get_submodule(path)._parameters[leaf] = nn.Parameter(param.detach() + 1.0)
     with torch.no_grad():
-        for param in plain.module.bags.parameters():
+        for param in plain.get_submodule("module.bags").parameters():
             param += 1.0
     same = equal(train(plain), train(model)) and equal(weights_of(plain), weights_of(model))
     # what programs hold of before is not written to
