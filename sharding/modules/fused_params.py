@@ -48,7 +48,7 @@ _COMMON = (
 # numbers of optimizers, which one that does not read them leaves aside
 _NUMBERS = ("eps", "beta1", "beta2", "momentum", "eta", "initial_accumulator_value")
 # what of a table's lookups they set, besides the optimizer
-OF_LOOKUPS = ("output_dtype", "bounds_check_mode", "weights_precision", "location")
+_OF_LOOKUPS = ("output_dtype", "bounds_check_mode", "weights_precision", "location")
 # settings of caches, stores and kernels: no number depends on them
 _IDLE = (
     "cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision", "enforce_hbm",
@@ -84,7 +84,7 @@ _REFUSED = {
     ),
 }
 # all that fused_params may be asked for
-SETTINGS = ("optimizer", "learning_rate", "max_norm", *_COMMON, *_NUMBERS, *OF_LOOKUPS, *_IDLE, *_REFUSED)
+SETTINGS = ("optimizer", "learning_rate", "max_norm", *_COMMON, *_NUMBERS, *_OF_LOOKUPS, *_IDLE, *_REFUSED)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def settings_from(fused_params: Mapping[str, Any], *, stacklevel: int = 2) -> Fu
     """
     given = {"lr" if name == "learning_rate" else name: value for name, value in fused_params.items()}
     asked = given.pop("optimizer", "SGD")
-    lookups = {name: given.pop(name) for name in OF_LOOKUPS if name in given}
+    lookups = {name: given.pop(name) for name in _OF_LOOKUPS if name in given}
     if isinstance(asked, type) and issubclass(asked, torch.optim.Optimizer):
         name, kind, reads = asked.__name__, asked, tuple(given)
     else:
@@ -150,6 +150,11 @@ def settings_from(fused_params: Mapping[str, Any], *, stacklevel: int = 2) -> Fu
     optimizer_spec(*mark, table="(fused_params)")
     options = replace(_options(lookups), stochastic_rounding=given.get("stochastic_rounding"))
     return FusedSettings(mark, options, frozenset(given), _location(lookups.get("location")))
+
+
+def name_an_optimizer(fused_params: Mapping[str, Any] | None) -> bool:
+    """Whether a sharder's `fused_params` say how its tables train; settings of lookups alone do not."""
+    return bool(set(fused_params or ()).difference(_OF_LOOKUPS))
 
 
 def optimizer_from(fused_params: Mapping[str, Any]) -> Mark:

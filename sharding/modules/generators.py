@@ -25,7 +25,7 @@ from ..comms.env import get_local_size
 from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingType
 from .default_sharders import get_default_sharders, require_sharder
-from .fused_params import OF_LOOKUPS
+from .fused_params import name_an_optimizer
 
 # (parameter, local_size, world_size, device_type, sharder) -> its place
 ParameterShardingGenerator = Callable[[nn.Parameter, int, int, str, ModuleSharder[Any]], ParameterSharding]
@@ -380,9 +380,7 @@ def _quantized(sharder: ModuleSharder[Any], kind: ShardingType, device_type: str
 def _trained(sharder: ModuleSharder[Any], param: nn.Parameter) -> str:
     """The kernel of a cut table that trains: "fused" where there is an optimizer for its backward, else "dense"."""
     marked = hasattr(param, "_in_backward_optimizers") or optimizer_of(param) is not None
-    given = set(getattr(sharder, "fused_params", None) or ())
-    # settings of lookups alone ask for no optimizer
-    return "fused" if marked or given.difference(OF_LOOKUPS) else "dense"
+    return "fused" if marked or name_an_optimizer(getattr(sharder, "fused_params", None)) else "dense"
 
 
 def _host(hosts: Hosts, index: int) -> Sequence[int]:

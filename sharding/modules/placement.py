@@ -41,6 +41,7 @@ from ..plan.plan import (
     tables_of,
 )
 from .default_sharders import sharder_of
+from .fused_params import name_an_optimizer
 from .sharders import BaseEmbeddingSharder
 
 
@@ -192,12 +193,13 @@ def warn_of_optimizers(places: Sequence[Place], plan: ShardingPlan, stacklevel: 
     unused: list[str] = []
     for place in places:
         of_module: Mapping[str, ParameterSharding] = plan.get_plan_for_module(place.path) or {}
-        default = not isinstance(place.sharder, BaseEmbeddingSharder) or place.sharder.fused_params
+        named = name_an_optimizer(getattr(place.sharder, "fused_params", None))
+        default = named or not isinstance(place.sharder, BaseEmbeddingSharder)
         for name, param in place.parameters().items() if of_module else ():
             if param.requires_grad and of_module[name].sharding_spec is not None:
                 marked = optimizer_of(param) is not None
                 if of_module[name].compute_kernel == EmbeddingComputeKernel.DENSE.value:
-                    unused += [name] * bool(marked or getattr(place.sharder, "fused_params", None))
+                    unused += [name] * bool(marked or named)
                 elif not (marked or default):
                     without.append(name)
     if without:

@@ -348,7 +348,11 @@ def test_settings_that_a_table_with_its_own_optimizer_does_not_read_are_named() 
 
 
 def test_a_table_that_is_resharded_keeps_what_the_new_plan_says_nothing_of() -> None:
-    model = sharded(collection(dtype=DataType.BF16), {"a": {"output_dtype": DataType.FP16}}, {"output_dtype": BF16})
+    model = sharded(
+        collection(dtype=DataType.BF16),
+        {"a": {"output_dtype": DataType.FP16}},
+        {"output_dtype": BF16, "learning_rate": 0.1},
+    )
     env = ShardingEnv.from_local(1, 0)
 
     def moved(**settings: Any) -> dict[str, ParameterSharding]:
