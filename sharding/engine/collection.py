@@ -333,10 +333,11 @@ class ShardedCollection(StagedModule[Step]):
 
     def start(self, features: KeyedJaggedTensor | Exception) -> Step:
         """Route the batch and tell all ranks what they will get, or what is wrong with it; waits for nobody."""
-        shown: Any = self._modules[self._children_name]._modules  # type: ignore[union-attr]
-        # a loop here, as every step asks this of every table
+        children: Any = self._modules.get(self._children_name)
+        # a loop here, as every step asks this of every table; without children the weight is the collection's own
         for name, param in self._tables.parameters.items():
-            if shown[name]._parameters["weight"] is not param or param.is_meta:
+            holder = self if children is None else children._modules[name]
+            if holder._parameters["weight"] is not param or param.is_meta:
                 features = _ready(self, features)
                 break
         update = torch.is_grad_enabled()
@@ -494,9 +495,10 @@ class ShardedCollection(StagedModule[Step]):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedCollection:
         take_over(self)
         self._tables.move(fn)
-        children: Any = self._modules[self._children_name]
+        children: Any = self._modules.get(self._children_name)
         for name, param in self._tables.parameters.items():
-            children[name]._parameters["weight"] = param
+            holder = self if children is None else children._modules[name]
+            holder._parameters["weight"] = param
         self._forget()
         return self
 

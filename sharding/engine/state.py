@@ -216,12 +216,12 @@ def take_over(collection: ShardedCollection) -> None:
     Raises:
         ValueError: as `LocalTables.follow`.
     """
-    own, children = collection._tables.parameters, collection._modules[collection._children_name]
-    assert children is not None
+    own, children = collection._tables.parameters, collection._modules.get(collection._children_name)
+    holders: dict[str, Any] = dict.fromkeys(own, collection) if children is None else dict(children._modules)
     given = {
-        name: child._parameters["weight"]
-        for name, child in children._modules.items()
-        if child is not None and child._parameters["weight"] is not own[name]
+        name: holder._parameters["weight"]
+        for name, holder in holders.items()
+        if holder._parameters["weight"] is not own[name]
     }
     if not given:
         return
