@@ -7,6 +7,7 @@ tables, what a parametrization computes) is copied into a buffer of that lookup 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
@@ -40,10 +41,11 @@ def loose_tables(params: Sequence[Tensor], names: Sequence[str]) -> tuple[int, .
     """The tables whose weight can be no view of a buffer: it is no parameter, or that of several tables.
 
     Raises:
-        ValueError: a weight is a DTensor; names the table.
+        ValueError: a weight is a DTensor, or what fully_shard gathered of one; names the table.
     """
+    gathered = _gathered_by_fully_shard()
     for name, param in zip(names, params, strict=True):
-        if hasattr(param, "placements"):
+        if hasattr(param, "placements") or id(param) in gathered:
             raise ValueError(
                 f"table {name!r}: its weight is a DTensor, as fully_shard makes them: tables are sharded by"
                 " DistributedModelParallel"
@@ -54,6 +56,18 @@ def loose_tables(params: Sequence[Tensor], names: Sequence[str]) -> tuple[int, .
     return tuple(
         t for t, param in enumerate(params) if not isinstance(param, nn.Parameter) or numbers.count(id(param)) > 1
     )
+
+
+def _gathered_by_fully_shard() -> set[int]:
+    """The `id` of each parameter that fully_shard gathered for a forward: rows that it forgets afterwards."""
+    states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
+    groups = [getattr(state(), "_fsdp_param_group", None) for state in states.values()]
+    return {
+        id(param._unsharded_param)
+        for group in groups
+        for param in getattr(group, "fsdp_params", ())
+        if hasattr(param, "_unsharded_param")
+    }
 
 
 def require_shapes(group: TableGroup, given: Mapping[int, Tensor]) -> None:

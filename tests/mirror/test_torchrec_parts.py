@@ -36,6 +36,7 @@ from shardwise import (
     ShardingPlan,
     ShardingType,
     Topology,
+    apply_optimizer_in_backward,
     construct_module_sharding_plan,
     fuse_embedding_optimizer,
     shard,
@@ -87,7 +88,7 @@ def test_a_type_of_ours_is_fbgemms_and_torchs() -> None:
         assert (sparse_type, sparse_type.as_dtype(), sparse_type.bit_rate()) == (SparseType[name], dtype, bits)
         assert SparseType.from_dtype(dtype) is sparse_type
     assert (SparseType.MX4.bit_rate(), SparseType.FP8.bit_rate(), SparseType.FP16.bit_rate()) == (4, 8, 16)
-    with pytest.raises(ValueError, match="no table of FBGEMM's has numbers of type"):
+    with pytest.raises(ValueError, match="no table of FBGEMM's has numbers of this type"):
         data_type_to_sparse_type(DataType.INT64)
     with pytest.raises(ValueError, match="no table has numbers of type torch.int64"):
         SparseType.from_dtype(torch.int64)
@@ -290,11 +291,13 @@ def resharded_by_a_delta() -> tuple[bool, float, list[int] | None]:
     torch.manual_seed(0)
     model: Any = nn.Module()
     model.add_module("ebc", EmbeddingBagCollection(tables()))
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     features = KeyedJaggedTensor(["f_ta", "f_tb"], torch.tensor([3, 4]), lengths=torch.ones(2).long())
-    dmp = DistributedModelParallel(model, plan=ShardingPlan({"ebc": plan_of(ta=table_wise(0), tb=table_wise(0))}))
+    plan = plan_of(ta=table_wise(0, compute_kernel="fused"), tb=table_wise(0, compute_kernel="fused"))
+    dmp = DistributedModelParallel(model, plan=ShardingPlan({"ebc": plan}))
     sharded = model.ebc
     before = sharded(features).values().detach().clone()
-    aim = plan_of(ta=table_wise(1), tb=table_wise(0))
+    aim = plan_of(ta=table_wise(1, compute_kernel="fused"), tb=table_wise(0, compute_kernel="fused"))
     delta = output_sharding_plans_delta(dmp.plan.plan, {"ebc": aim}, True)
     volume = dmp.reshard(delta, "ebc")
     return torch.equal(sharded(features).values(), before), volume, dmp.plan.plan["ebc"]["ta"].ranks
