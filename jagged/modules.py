@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from shardwise.errors import RefusedValueError
 from shardwise.kernels import RegroupPlan
@@ -18,7 +19,7 @@ from ._keys import Columns
 from .jagged_tensor import JaggedTensor
 from .keyed_jagged_tensor import KeyedJaggedTensor
 from .keyed_tensor import KeyedTensor, plan_of, regroup_by
-from .tracing import OneNode, holds_proxy, record_forward
+from .tracing import OneNode, record_forward
 
 
 class ComputeKJTToJTDict(torch.nn.Module):
@@ -67,7 +68,8 @@ class KTRegroupAsDict(OneNode, torch.nn.Module):
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
         """One tensor per group: the values of its keys side by side."""
-        if holds_proxy(keyed_tensors):
+        # looks that cost no call, as every step pays for them
+        if isinstance(keyed_tensors, Proxy) or Proxy in map(type, keyed_tensors):
             return record_forward(KTRegroupAsDict.forward, self, keyed_tensors)  # type: ignore[no-any-return]
         columns = [kt._columns for kt in keyed_tensors]
         plan = self._plan

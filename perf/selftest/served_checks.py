@@ -19,6 +19,7 @@ from shardwise.kernels.lookup import bound_ids, pruned
 from shardwise.kernels.quantized import fp8_rows, fused_rows, small_floats
 
 from .check import LENGTHS, Check, check, eighths, offsets_of, random
+from .tolerances import SAME, SUM
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
@@ -378,9 +379,12 @@ SERVED: tuple[Served, ...] = (
 def checks() -> Iterator[Check]:
     """Every call of the table, and gradients of ops that have some."""
     for each in SERVED:
+        # bytes become bf16 on a GPU as in torch; Triton's interpreter cuts what these round
+        rounds = each.op.startswith("from_") and "bf16" in each.words
         yield check(
-            "ops by FBGEMM's names", f"{each.op}, {each.words}", each.op, each.call, each.call_reference, each.inputs
-        )
+            "ops by FBGEMM's names", f"{each.op}, {each.words}", each.op, each.call, each.call_reference, each.inputs,
+            tolerance=SUM if rounds else SAME,
+        )  # fmt: skip
     for op, reference, inputs in (
         ("reorder_request_values restore_request_values", requests.reorder_values_ref,
          partial(_request_values, (20,), torch.float32, False, ITEMS, torch.int64)),

@@ -41,7 +41,8 @@ SAID = {
 # what `kernels` has for lookups and updates of tables, not for jagged batches
 LOOKUPS = {
     *("DECAYS", "RULES", "BoundsCheckMode", "Feature", "Rule", "Segment", "check_gradient", "check_ids", "define_rule"),
-    *("describe_gradient", "describe_weight", "flatten_segments", "fused_update", "is_clean", "new_guard", "origin_of"),
+    *("describe_gradient", "describe_weight", "flatten_segments", "fused_update", "is_clean", "new_guard"),
+    *("lookup_gradient", "origin_of"),
     *("pack_features", "per_id_weight_gradient", "pooled_lookup", "raise_from_guard", "require_ids", "rule_named"),
     *("sequence_lookup", "table_rows", "update_index", "capturing"),
     *("ROW_FORMATS", "RowFormat", "row_format", "quantize_rows", "dequantize_rows", "quantized_pooled_lookup"),

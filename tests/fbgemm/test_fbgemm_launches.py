@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from checkout import ROOT
 
 from shardwise.fbgemm import OPS
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.perf.evidence.fbgemm.launches import MOVED, launches_of, table
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    """Memory is not filled: that would be more launches."""
+    yield
+
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="launches are noted in place of Triton's")
 # ops of which each call is one kernel of ours, and reads and writes what it must once

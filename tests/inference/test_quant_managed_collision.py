@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="takes a managed_collision_collection"):
         quant.QuantManagedCollisionEmbeddingBagCollection([table], False, "cpu")
     maps = trained(True)._managed_collision_collection
-    with pytest.raises(ValueError, match="the managed collision collection {'a'"):
+    with pytest.raises(ValueError, match="must contain the Embedding Configs of the same tables: {'a'"):
         quant.QuantManagedCollisionEmbeddingBagCollection([table], False, "cpu", managed_collision_collection=maps)
     with pytest.raises(TypeError, match="takes a float ManagedCollisionEmbeddingCollection"):
         quant.QuantManagedCollisionEmbeddingCollection.from_float(trained(True))
