@@ -46,7 +46,7 @@ from .routes import Routes, Table, plan_routes
 from .settings import output_dtypes
 from .shards import LocalShards
 from .stages import StagedModule, StepContext
-from .state import States, publish_weights, take_over, take_weights
+from .state import States, publish_weights, take_over, take_weights, weight_holders
 from .step import IDS_RECEIVED, IDS_SENT, LOOKED_UP, Step
 from .tables import Collection, LocalTables, Mark, Stores, facts_of_replicas, tables_of
 from .wire import (
@@ -334,7 +334,7 @@ class ShardedCollection(StagedModule[Step]):
     def start(self, features: KeyedJaggedTensor | Exception) -> Step:
         """Route the batch and tell all ranks what they will get, or what is wrong with it; waits for nobody."""
         children: Any = self._modules.get(self._children_name)
-        # a loop here, as every step asks this of every table; without children the weight is the collection's own
+        # `weight_holders`, in a loop here, as every step asks this of every table
         for name, param in self._tables.parameters.items():
             holder = self if children is None else children._modules[name]
             if holder._parameters["weight"] is not param or param.is_meta:
@@ -495,10 +495,8 @@ class ShardedCollection(StagedModule[Step]):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedCollection:
         take_over(self)
         self._tables.move(fn)
-        children: Any = self._modules.get(self._children_name)
-        for name, param in self._tables.parameters.items():
-            holder = self if children is None else children._modules[name]
-            holder._parameters["weight"] = param
+        for name, holder in weight_holders(self).items():
+            holder._parameters["weight"] = self._tables.parameters[name]
         self._forget()
         return self
 

@@ -210,17 +210,23 @@ def _sharded_tensor(value: Value, env: ShardingEnv) -> Tensor:
     )
 
 
+def weight_holders(collection: ShardedCollection) -> dict[str, Any]:
+    """The module whose `weight` is each table's parameter: its child, or the collection itself where it has none."""
+    children = collection._modules.get(collection._children_name)
+    own = collection._tables.parameters
+    return dict.fromkeys(own, collection) if children is None else dict(children._modules)
+
+
 def take_over(collection: ShardedCollection) -> None:
     """Make parameters that were put in the place of this rank's own the tables'; nothing where there are none.
 
     Raises:
         ValueError: as `LocalTables.follow`.
     """
-    own, children = collection._tables.parameters, collection._modules.get(collection._children_name)
-    holders: dict[str, Any] = dict.fromkeys(own, collection) if children is None else dict(children._modules)
+    own = collection._tables.parameters
     given = {
         name: holder._parameters["weight"]
-        for name, holder in holders.items()
+        for name, holder in weight_holders(collection).items()
         if holder._parameters["weight"] is not own[name]
     }
     if not given:
