@@ -7,6 +7,7 @@ its group's flat buffer. `.to()`, loading, copying and pickling keep both the sa
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -46,6 +47,9 @@ from .parameters import (
     take_back,
     take_memory_back,
 )
+
+# threads that look up in one collection, or plan for it, follow its parameters one by one
+_FOLLOWING = threading.RLock()
 
 
 class TableCollection(TableModule):
@@ -239,7 +243,7 @@ class TableCollection(TableModule):
         # never traced by torch.compile, which loses `param.data = ...`; not imported just for this
         dynamo: Any = sys.modules.get("torch._dynamo")
         follow = self._follow if dynamo is None else dynamo.disable(self._follow)
-        follow(params)
+        follow()
 
     # every lookup asks this of every table, as torch tells nobody what is done to a parameter
     def _facts(self, params: Sequence[nn.Parameter]) -> list[bool]:
@@ -250,8 +254,15 @@ class TableCollection(TableModule):
             return trained
         return trained + [hasattr(param, "_optimizer_classes") for param in params]
 
+    def _follow(self) -> None:
+        with _FOLLOWING:
+            params = self._table_parameters()
+            # another thread may have followed meanwhile
+            if self._seen_memory != memory(params) or self._seen != self._facts(params):
+                self._follow_parameters(params)
+
     @torch.no_grad()
-    def _follow(self, params: Sequence[nn.Parameter]) -> None:
+    def _follow_parameters(self, params: Sequence[nn.Parameter]) -> None:
         self._loose = loose_tables(params, [config.name for config in self._configs])
         own, regroups = self._own(params), False
         for group, tables in self._grouped():

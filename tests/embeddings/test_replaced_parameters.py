@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -211,3 +213,24 @@ def test_quantized_tables_take_over_buffers_in_the_place_of_their_own() -> None:
     assert torch.equal(rows[:, 4:], served(kjt(BAGS)).values()[:, 4:])
     # all numbers of a row are its bias
     assert bool((rows[:, :4] == rows[:, :1]).all())
+
+
+def test_threads_follow_what_was_done_to_the_parameters_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = kjt(BAGS)
+    plain, model = bags(), bags()
+    plain.load_state_dict(model.state_dict())
+    expected = values_of(plain(features))
+    apply_optimizer_in_backward(torch.optim.SGD, list(model.parameters())[:1], {"lr": 0.1})
+    grouping, begun, others = type(model)._group, threading.Event(), []
+
+    def slowly(collection: EmbeddingBagCollection, *arguments: Any) -> None:
+        # a thread that looks up while this one has no groups yet
+        others.append(threads.submit(lambda: values_of(model(features))))
+        begun.wait(0.2)
+        grouping(collection, *arguments)
+
+    monkeypatch.setattr(type(model), "_group", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        assert torch.equal(values_of(model(features)), expected)
+        assert torch.equal(others[0].result(), expected)
+    assert len(others) == 1
