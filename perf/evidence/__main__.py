@@ -22,6 +22,8 @@ KNOWN = {
     "operations": ("compare_torchrec", "docs/beside_torchrec.md"),
     "sharding": ("compare_sharding", "docs/beside_torchrec_sharding.md"),
     "canary": ("canary.compare", "docs/canary.md"),
+    "entropy": ("clicks.entropy", "docs/beside_torchrec_entropy.md"),
+    "round_trips": ("clicks.round_trips", "docs/beside_torchrec_round_trips.md"),
     "checkpoint": ("compare_checkpoint", "docs/checkpoints_convert.md"),
     "quant": ("compare_quant", "docs/beside_fbgemm_quant.md"),
     "parity": ("parity", "docs/parity.md"),

@@ -21,7 +21,7 @@ TORCHREC = (
     "optim.rowwise_adagrad", "optim.apply_optimizer_in_backward", "optim.keyed", "optim.optimizers",
     "distributed.model_parallel", "distributed.embeddingbag", "distributed.sharding_plan",
     "distributed.planner.planners", "distributed.planner.types", "distributed.types", "inference.modules",
-    "tensor_types",
+    "tensor_types", "models.dlrm", "distributed.fbgemm_qcomm_codec",
 )  # fmt: skip
 # those of planners first: a name means what it means there
 PLANNER = (

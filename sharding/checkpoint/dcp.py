@@ -41,7 +41,8 @@ def from_dcp_trusted(
         dcp_folder: what `torch.distributed.checkpoint.save` was given.
         target: a folder of checkpoints.
         model: the key of the model's state dict; None if that is all that was saved.
-        optimizer: the key of the optimizer's; None if there is none.
+        optimizer: the key of the optimizer's, which a folder without optimizer states need not have; None if there is
+            none.
         rules: the tables' optimizer, for all or parameter -> rule ("lamb"), where its states do not tell: they are
             taken for those of "sgd", "rowwise_adagrad", "adagrad", "adam" or "partial_rowwise_adam".
         steps: how many updates Adam and its kin have counted, which TorchRec does not save.

@@ -140,17 +140,17 @@ class Content:
     """A saved state dict as the content of a checkpoint of ours."""
 
     def __init__(self, saved: Saved, model: str | None, optimizer: str | None, aliases: dict[str, str]) -> None:
-        self._saved, self._aliases, self._has_optimizer = saved, aliases, optimizer is not None
+        top = sorted({str(path[0]) for path in saved.paths})
+        if model is not None and model not in top:
+            raise ValueError(f"model={model!r}: the folder has {top}; None says that there is none")
+        # torch keeps nothing of an optimizer without states, as all of SGD; tensors under another key are refused
+        self._saved, self._aliases, self._has_optimizer = saved, aliases, optimizer in top
         self._weights: dict[str, str] = {}
         self._states: dict[str, dict[str, str]] = {}
         self._groups: dict[Keys, Any] = {}
         self._values: dict[str, dict[str, Any]] = {}
         self._extra: dict[str, Any] = {}
         self._chunks: dict[Stored, _Chunk] = {}
-        top = sorted({str(path[0]) for path in saved.paths})
-        for what, name in (("model", model), ("optimizer", optimizer)):
-            if name is not None and name not in top:
-                raise ValueError(f"{what}={name!r}: the folder has {top}; None says that there is none")
         for path, key in saved.paths.items():
             self._sort(path, key, model, optimizer)
 

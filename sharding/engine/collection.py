@@ -110,7 +110,9 @@ class ExchangedLookup(torch.autograd.Function):
             grad = grad.float()
             if wire.has_averages:
                 grad = wire.gradient_of_sums(step, grad, divisor, checked=collection.checks_gradients)
-            sent, sizes = wire.pack_gradients(step, grad, divisor, exchange.buffers)
+            # what is rounded on its way is divided where it arrives: small numbers of fp16 have fewer bits
+            divided, ahead = (divisor, 1) if wire.codec_back is None else (1, divisor)
+            sent, sizes = wire.pack_gradients(step, grad, divided, exchange.buffers)
             checked, flag = collection._policy.gradient_check is GradientCheckMode.RAISE, None
             weights = step.sent_weights if checked and wire.routes.weighted else None
             if checked or wire.codec_back is not None:
@@ -122,7 +124,7 @@ class ExchangedLookup(torch.autograd.Function):
                 fault, lookups = 0, len(wire.routes.lookups)
                 if pending.flags[exchange.rank]:
                     by_lookup = wire.by_lookup(step, grad)
-                    fault = fault_of(by_lookup, weights, sent, divisor, wire.codec_back, lookups, checked=checked)
+                    fault = fault_of(by_lookup, weights, sent, wire.codec_back, lookups, checked=checked)
                 shards.release(step)
                 raise_after_backward(fault_error(exchange, fault, wire.routes, wire.codec_back, collection.device))
                 return None, None, None, *of_weights, *of_tables
@@ -131,6 +133,8 @@ class ExchangedLookup(torch.autograd.Function):
             del sent
             if weight_gradients and wire.routes.replicas:
                 of_weights[1:] = shards.replicated_weight_gradients(step, wire.by_lookup(step, grad), divisor)
+            if ahead > 1:
+                received = received.float().div_(ahead)
             gradients = wire.unpack_gradients(step, received)
             if any(ctx.needs_input_grad[tables_at:]):
                 of_tables = shards.table_gradients(step, gradients)

@@ -38,13 +38,12 @@ def fault_of(
     gradients: Mapping[int, Tensor],
     weights: Tensor | None,
     sent: Tensor,
-    divisor: int,
     codec: Codec | None,
     lookups: int,
     *,
     checked: bool,
 ) -> int:
-    """What is wrong in a backward: `gradients` by lookup are `sent` after a division, `checked` for finiteness.
+    """What is wrong in a backward: `gradients` by lookup are `sent`, `checked` for finiteness.
 
     Host syncs on CUDA, on the way to an error.
     """
@@ -54,7 +53,7 @@ def fault_of(
         # what divides by nothing can only be one lookup's as well
         return 1 + lookups + next(n for n, grad in gradients.items() if not bool(grad.isfinite().all()))
     if codec is not None and bool(codec.overflows(sent)):
-        too_large = (n for n, grad in gradients.items() if bool(codec.overflows((grad / divisor).flatten())))
+        too_large = (n for n, grad in gradients.items() if bool(codec.overflows(grad.flatten())))
         return 1 + next(too_large, 0)
     return 0
 

@@ -20,6 +20,7 @@ STRATEGIES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 # batches that turns go through, so that no side finds its rows in the cache because it just had them
 BATCHES = 4
 MIXED = ("table_wise", "row_wise", "column_wise", "data_parallel")
+CYCLES = {"mixed": MIXED, "cut": MIXED[:3]}
 
 
 class Shape(NamedTuple):
@@ -75,7 +76,7 @@ def collection_of(side: Library, shape: Shape, optimizer: str | None, lr: float)
 def plan_of(side: Library, collection: Any, shape: Shape, strategy: str, world: int, *, first: int = 0) -> Any:
     """The plan of a collection: tables go around the ranks from `first` on, and columns lie half on each of two.
 
-    "mixed" takes one strategy after the other, "planned" is what the planner finds.
+    "mixed" takes one strategy after the other, "cut" those without replicas; "planned" is what the planner finds.
     """
     sharder = side.EmbeddingBagCollectionSharder()
     if strategy == "planned":
@@ -84,7 +85,8 @@ def plan_of(side: Library, collection: Any, shape: Shape, strategy: str, world: 
         return planner.plan(collection, [sharder]).plan[""]
     made: dict[str, Any] = {}
     for t in range(first, first + shape.T):
-        kind = MIXED[t % len(MIXED)] if strategy == "mixed" else strategy
+        cycle = CYCLES.get(strategy, [strategy])
+        kind = cycle[t % len(cycle)]
         if kind == "table_wise":
             generator = side.table_wise(rank=t % world)
         elif kind == "row_wise":
@@ -106,7 +108,7 @@ def plan_of(side: Library, collection: Any, shape: Shape, strategy: str, world: 
 
 
 @torch.no_grad()
-def _fill(module: nn.Module, shape: Shape) -> None:
+def fill(module: nn.Module, shape: Shape) -> None:
     """Give TorchRec's sharded tables their values: on the CPU it drops those of the module that it shards."""
     for name, value in module.state_dict().items():
         table = re.fullmatch(r"(?:.*\.)?embedding_bags\.t(\d+)\.weight", name)
@@ -127,7 +129,7 @@ def sharded_of(side: Library, shape: Shape, strategy: str, optimizer: str, lr: f
     env = side.ShardingEnv.from_process_group(dist.group.WORLD)
     made: nn.Module = side.EmbeddingBagCollectionSharder().shard(collection, plan, env, torch.device("cpu"))
     if side.peer:
-        _fill(made, shape)
+        fill(made, shape)
     return made
 
 
@@ -181,7 +183,7 @@ def model_of(
     plan = side.ShardingPlan(plan={"sparse": of_tables})
     made: nn.Module = side.DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan)
     if side.peer:
-        _fill(made, shape)
+        fill(made, shape)
     return made
 
 

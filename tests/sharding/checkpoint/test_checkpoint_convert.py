@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, apply_optimizer_in_backward
 from shardwise.checkpoint import (
+    CheckpointMismatch,
     diff,
     from_dcp_trusted,
     load,
@@ -177,6 +179,23 @@ def test_an_optimizer_that_never_stepped_has_no_states(tmp_path: Path) -> None:
     fresh, fresh_optimizers = net("adagrad")
     load(converted, fresh, fresh_optimizers)
     assert train(fresh, fresh_optimizers, range(3)) == train(model, optimizers, range(3))
+
+
+def test_an_optimizer_without_states_of_which_torch_kept_nothing(tmp_path: Path) -> None:
+    model, other = (EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "a", feature_names=["f"])]) for _ in range(2))
+    for bags in (model, other):
+        apply_optimizer_in_backward(torch.optim.SGD, bags.parameters(), {"lr": 0.1})
+    folder = write_dcp({"model": model.state_dict(), "optimizer": {"state": {}}}, tmp_path / "dcp")
+    converted = from_dcp_trusted(folder, tmp_path / "a")
+    load(converted, other, other.fused_optimizer())
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    adagrad = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "a", feature_names=["f"])])
+    apply_optimizer_in_backward(torch.optim.Adagrad, adagrad.parameters(), {"lr": 0.1})
+    with pytest.raises(CheckpointMismatch, match="embedding_bags.a.weight"):
+        load(converted, adagrad, adagrad.fused_optimizer())
+    state = {"model": model.state_dict(), "optim": state_of(*trained("adam"))["optimizer"]}
+    with pytest.raises(ValueError, match=r"optim.state.*: a tensor that is of neither the model nor the optimizer"):
+        from_dcp_trusted(write_dcp(state, tmp_path / "other"), tmp_path / "b")
 
 
 def test_folders_in_the_way_and_folders_without_anything_are_refused(tmp_path: Path) -> None:

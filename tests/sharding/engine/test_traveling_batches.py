@@ -166,6 +166,32 @@ def test_compressed_rows_are_close_and_take_fewer_bytes(mix: Mix, world: int) ->
             assert world == 1 or (sent < plain[2] and not torch.equal(outputs[0], plain[0][0])), forward
 
 
+def trained_by_small_gradients(mix: Mix) -> list[dict[str, Tensor]]:
+    """Weights that begin at 0, after a step with fp32 and one with fp16 on the way back."""
+    weights = []
+    for backward in ("FP32", "FP16"):
+        module = build(mix, "sgd")
+        with torch.no_grad():
+            for weight in module.parameters():
+                weight.zero_()
+        codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.FP32, CommType[backward]))
+        model = shard(mix, module, environment(), codecs=codecs)
+        values = flat(model(batch_of_rank(mix, 3, 0)))
+        # fp16 has these, and not all their halves: below 2 ** -14 it has fewer bits
+        numbers = 2.0**-14 * (1 + torch.arange(values.numel()) % 16 / 1024)
+        values.backward(numbers.view_as(values))
+        weights.append(held(model)[0])
+    return weights
+
+
+@pytest.mark.parametrize("mix", [POOLED, ROWS], ids=["pooled", "rows"])
+def test_a_compressed_gradient_is_divided_by_the_number_of_ranks_where_it_arrives(mix: Mix) -> None:
+    tables = tuple(replace(table, mean=False) for table in mix.tables)
+    for plain, compressed in run_ranks(2, trained_by_small_gradients, replace(mix, tables=tables)):
+        assert any(weight.any() for weight in plain.values())
+        assert same_tensors(compressed, plain)
+
+
 def overflow(where: str) -> tuple[str, bool]:
     """Rank 1 has a number that fp16 cannot carry; then all go on."""
     codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16))

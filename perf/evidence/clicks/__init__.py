@@ -1,0 +1,1 @@
+"""DLRM on generated clicks, thousands of steps beside TorchRec."""
