@@ -1,7 +1,8 @@
 """Train DLRM on generated clicks in TorchRec, then in shardwise, then in TorchRec again, thousands of steps each.
 
 What changes sides is a checkpoint with optimizer states; shardwise has another plan, and another number of ranks. All
-losses are held to those of a TorchRec that was never interrupted. docs/beside_torchrec_round_trips.md keeps what was printed.
+losses are held to those of a TorchRec that was never interrupted. docs/beside_torchrec_round_trips.md keeps what was
+printed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import sys
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,13 +63,16 @@ def quiet() -> None:
 
 
 def unbroken(case: Case, folder: Path, steps: int) -> Tensor:
-    """Losses of TorchRec in `3 * steps` steps, saved after the first `steps`."""
+    """Losses of TorchRec in `3 * steps` steps, saved after the first `steps` and after as many more."""
     quiet()
     side = libraries.torchrec()
     model, optimizer = dlrm(side, Run(case.theirs, case.optimizer))
-    first = losses_of(side, model, optimizer, range(steps))
-    save_theirs(model, optimizer, folder / "theirs")
-    return torch.cat([first, losses_of(side, model, optimizer, range(steps, 3 * steps))])
+    losses = []
+    for part, name in enumerate(("theirs", "theirs later", "")):
+        losses.append(losses_of(side, model, optimizer, range(part * steps, (part + 1) * steps)))
+        if name:
+            save_theirs(model, optimizer, folder / name)
+    return torch.cat(losses)
 
 
 def on_ours(case: Case, folder: Path, steps: int) -> Tensor:
@@ -85,13 +90,17 @@ def on_ours(case: Case, folder: Path, steps: int) -> Tensor:
     return losses
 
 
-def back(case: Case, folder: Path, steps: int) -> Tensor:
-    """Losses of a TorchRec that goes on from what shardwise saved."""
+def back(case: Case, folder: Path, steps: int, *, ulps: bool = False) -> Tensor:
+    """Losses of a TorchRec that goes on from a checkpoint; with `ulps` its tables are off by their last bit."""
     quiet()
     side = libraries.torchrec()
     model, optimizer = dlrm(side, Run(case.theirs, case.optimizer), seed=9)
     losses_of(side, model, optimizer, range(-1, 0))
-    load_theirs(model, optimizer, folder / "back")
+    load_theirs(model, optimizer, folder)
+    if ulps:
+        for value in model.state_dict().values():
+            for part in value.local_shards() if hasattr(value, "local_shards") else ():
+                part.tensor.copy_(part.tensor.nextafter(torch.tensor(torch.inf)))
     return losses_of(side, model, optimizer, range(2 * steps, 3 * steps))
 
 
@@ -102,7 +111,8 @@ def section(folder: Path, steps: int) -> Section:
         f"{SHAPE.T} tables of {SHAPE.R} x {SHAPE.D}, {SHAPE.B} samples a step, tables at {LR}, the rest SGD at"
         f" {HEAD_LR}. TorchRec trains {steps} steps on two ranks and saves; shardwise loads that under another plan on"
         f" other ranks, trains {steps}, saves, and TorchRec trains {steps} more from that. Largest differences of a"
-        f" step's loss to a TorchRec without a break; bound {BOUND:g}.", "",
+        f" step's loss to a TorchRec without a break. What rounding alone does is in the last column: TorchRec goes on"
+        f" from its own checkpoint, its tables off by their last bit. Bound {BOUND:g}, or four times that.", "",
     ]  # fmt: skip
     cells, bad = [], []
     for number, case in enumerate(CASES):
@@ -113,18 +123,20 @@ def section(folder: Path, steps: int) -> Section:
         newest = latest(place / "ours")
         assert newest is not None
         to_dcp(newest, place / "back", names="torchrec")
-        again = on_ranks(RANKS, back, case, place, steps)
-        off = [float((run - whole[n * steps : (n + 1) * steps]).abs().max()) for n, run in ((1, own), (2, again))]
+        again = on_ranks(RANKS, back, case, place / "back", steps)
+        itself = on_ranks(RANKS, partial(back, ulps=True), case, place / "theirs later", steps)
+        parts = (own, 1), (again, 2), (itself, 2)
+        off = [float((losses - whole[n * steps : (n + 1) * steps]).abs().max()) for losses, n in parts]
         tenth = max(1, steps // 10)
         ends = ", ".join(f"{float(part.mean()):.4f}" for part in (whole[:tenth], whole[-tenth:]))
         cells.append([case.theirs, case.ours, case.ranks, case.optimizer, ends, *(f"{value:.1e}" for value in off)])
         print(*cells[-1], file=sys.stderr, flush=True)
-        if not max(off) <= BOUND:
+        if not max(off[:2]) <= max(BOUND, 4 * off[2]):
             bad.append(f"{' '.join(map(str, case))}: losses differ by {off[0]:.1e} and {off[1]:.1e}")
         if not float(whole[-tenth:].mean()) < float(whole[:tenth].mean()):
             bad.append(f"{' '.join(map(str, case))}: nothing was learned")
     header = ["plan of TorchRec", "of shardwise", "its ranks", "optimizer", "mean loss of the first and last tenth",
-              "shardwise", "TorchRec again"]  # fmt: skip
+              "shardwise", "TorchRec again", "TorchRec, a bit off"]  # fmt: skip
     return Section([*lines, *grid(header, cells), ""], bad)
 
 
