@@ -382,6 +382,28 @@ def test_a_table_of_several_collections_is_named_with_its_path() -> None:
     trial.remove()
 
 
+@pytest.mark.parametrize("children", ["embedding_bags", "embeddings"])
+@pytest.mark.parametrize("how", ["before DMP", "sharded", "one memory", "a dense layer"])
+def test_a_table_that_shares_its_weight_is_refused_by_both_names(how: str, children: str) -> None:
+    """One parameter in two tables would be trained by ours through one name and by FBGEMM through the other."""
+    model = Model(Unsharded()) if how == "before DMP" else model_of()
+    bags = {name: nn.Embedding(3, 4) for name in NAMES}
+    model.sparse.add_module(children, nn.ModuleDict(bags))
+    weight = bags["a"].weight
+    if how == "a dense layer":
+        over = nn.Linear(4, 3)
+        over.weight = weight
+        model.add_module("over", over)
+    else:
+        bags["c"].weight = nn.Parameter(weight.detach()) if how == "one memory" else weight
+    other = "over.weight" if how == "a dense layer" else f"sparse.{children}.c.weight"
+    with pytest.raises(ValueError, match=f"table 'a' of 'sparse' shares its weight with '{other}'"):
+        shardwise.canary(model, ["b", "a"])
+    assert how == "before DMP" or "forward" not in inner(model).__dict__
+    # tables beside them are served
+    shardwise.canary(model, ["b", "d"]).remove()
+
+
 def test_without_torchrec_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torchrec")
     with pytest.raises(ImportError, match="torchrec is not imported"):

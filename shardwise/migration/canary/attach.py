@@ -46,7 +46,7 @@ class Canary:
         if next(_sharded(model), None) is not None:
             self._attach(model)
             return
-        _require_known(tables, _unsharded(model), model)
+        _require_own_weights(_require_known(tables, _unsharded(model), model), model)
         # TorchRec's DMP puts sharded modules into this very module; a forward follows that
         self._hook = model.register_forward_pre_hook(lambda module, _: self._attach(module))
 
@@ -54,6 +54,7 @@ class Canary:
         """Put ours into the sharded collections of a model; all of them, or none."""
         sharded = dict(_sharded(model))
         chosen = _require_known(self._tables, {path: _names_of(module) for path, module in sharded.items()}, model)
+        _require_own_weights(chosen, model)
         lookups: list[CanaryLookup] = []
         for path, names in chosen.items():
             _require_fused(sharded[path], path, names)
@@ -144,8 +145,9 @@ def canary(
 
     Raises:
         ImportError: TorchRec is not imported.
-        ValueError: a table is unknown, or of several collections, or not one that FBGEMM trains in its backward on the
-            device where it lies (kernel "fused"); a setting of its optimizer is not served; an argument is not valid.
+        ValueError: a table is unknown, or of several collections, or shares its weight, or is not one that FBGEMM
+            trains in its backward on the device where it lies (kernel "fused"); a setting of its optimizer is not
+            served; an argument is not valid.
         CanaryDifference: later, from the forward or the backward of a step in which a shadow is off.
 
     Example:
@@ -217,6 +219,32 @@ def _require_fused(module: nn.Module, path: str, names: set[str]) -> None:
                 f"table {name!r} of {path!r} is {plan[name].sharding_type} with the compute kernel {kernel!r}: a canary"
                 " serves tables that FBGEMM trains in its backward (compute kernel 'fused')"
             )
+
+
+def _require_own_weights(chosen: Mapping[str, set[str]], model: nn.Module) -> None:
+    """Raise for tables whose weight is in another place of the model too, which would train by one library each.
+
+    Raises:
+        ValueError: names the first, and the other place.
+    """
+    holders: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                # two parameters may be one memory; what is on meta or empty has none
+                holders.setdefault(param.data_ptr() or id(param), []).append(_without_wrappers(f"{path}.{name}"))
+    shared = {place: places for places in holders.values() if len(places) > 1 for place in places}
+    for path, names in chosen.items():
+        for name in sorted(names):
+            for children in ("embedding_bags", "embeddings"):
+                place = f"{path}.{children}.{name}.weight"
+                if place in shared:
+                    other = next(other for other in shared[place] if other != place)
+                    raise ValueError(
+                        f"table {name!r} of {path!r} shares its weight with {other!r}: a canary serves tables with a"
+                        " weight of their own (TorchRec's sharding gives each table one, and the planner plans one of"
+                        " them alone)"
+                    )
 
 
 def _require_known(tables: Sequence[str], names: Mapping[str, set[str]], model: nn.Module) -> dict[str, set[str]]:

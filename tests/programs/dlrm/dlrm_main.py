@@ -53,6 +53,7 @@ def parse_args(argv):
     parser.add_argument("--in_memory_binary_criteo_path")
     parser.add_argument("--learning_rate", type=float, default=0.1)
     parser.add_argument("--adagrad", action="store_true")
+    parser.add_argument("--eps", type=float, default=1e-8)
     parser.add_argument("--multi_hot_sizes", type=numbers)
     parser.add_argument("--multi_hot_distribution_type", default="uniform")
     parser.add_argument("--lr_warmup_steps", type=int, default=0)
@@ -137,9 +138,9 @@ def main(argv):
 
     train_model = DLRMTrain(make_model(args, device))
     embedding_optimizer = torch.optim.Adagrad if args.adagrad else torch.optim.SGD
-    apply_optimizer_in_backward(
-        embedding_optimizer, train_model.model.sparse_arch.parameters(), {"lr": args.learning_rate}
-    )
+    # of dense layers too, and of the small tables that TorchRec's planner hands to their optimizer
+    settings = {"lr": args.learning_rate, **({"eps": args.eps} if args.adagrad else {})}
+    apply_optimizer_in_backward(embedding_optimizer, train_model.model.sparse_arch.parameters(), {**settings})
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             local_world_size=get_local_size(), world_size=dist.get_world_size(), compute_device=device.type
@@ -158,7 +159,7 @@ def main(argv):
 
     dense_optimizer = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())),
-        lambda params: embedding_optimizer(params, lr=args.learning_rate),
+        lambda params: embedding_optimizer(params, **settings),
     )
     optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
     scheduler = LRPolicyScheduler(optimizer, args.lr_warmup_steps, args.lr_decay_start, args.lr_decay_steps)
