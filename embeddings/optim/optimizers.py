@@ -280,10 +280,9 @@ def optimizer_in_backward(param: Tensor) -> tuple[type[torch.optim.Optimizer], d
     """
     # torch's two maps are there once its function was imported
     torchs: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    marked = torchs is not None and param in torchs.param_to_acc_grad_map
-    if marked and param not in torchs.param_to_optim_hook_handle_map:
-        return None
-    return optimizer_of(param)
+    if torchs is None or param not in torchs.param_to_acc_grad_map:
+        return optimizer_of(param)
+    return optimizer_of(param) if param in torchs.param_to_optim_hook_handle_map else None
 
 
 def _step_and_drop_gradient(param: Tensor) -> None:
