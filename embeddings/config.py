@@ -40,30 +40,30 @@ class PoolingType(Enum):
     NONE = "NONE"
 
 
-_DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
+_TRAINED = (DataType.FP32, DataType.FP16, DataType.BF16)
+_DTYPES = {
+    DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16,
+    DataType.INT64: torch.int64, DataType.INT32: torch.int32, DataType.INT8: torch.int8, DataType.UINT8: torch.uint8,
+    DataType.INT4: torch.quint4x2, DataType.INT2: torch.quint2x4, DataType.NFP8: torch.float8_e4m3fn,
+}  # fmt: skip
+_DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()} | {
+    torch.qint8: DataType.INT8, torch.quint8: DataType.INT8}  # fmt: skip
 
 
 def data_type_to_dtype(data_type: DataType) -> torch.dtype:
-    """The torch dtype in which a table of this type is trained.
-
-    Raises:
-        ValueError: the type has no trainable form.
-    """
-    if data_type not in _DTYPES:
-        raise ValueError(f"tables train in {', '.join(t.name for t in _DTYPES)}, not in {data_type}")
+    """The torch dtype of a data type; tables train in the first three alone."""
     return _DTYPES[data_type]
 
 
 def dtype_to_data_type(dtype: torch.dtype) -> DataType:
-    """The inverse of `data_type_to_dtype`.
+    """The inverse of `data_type_to_dtype`; torch's quantized dtypes of 8 bits are INT8 too.
 
     Raises:
-        ValueError: no table has this dtype.
+        ValueError: no data type is of this dtype.
     """
-    for data_type, candidate in _DTYPES.items():
-        if candidate == dtype:
-            return data_type
-    raise ValueError(f"Invalid data type {dtype}: no trainable table is of it")
+    if dtype not in _DATA_TYPES:
+        raise ValueError(f"Invalid data type {dtype}: DataType has none of it")
+    return _DATA_TYPES[dtype]
 
 
 # TorchRec's fields that we take in their places and that nothing reads
@@ -212,10 +212,10 @@ def table_dtype(config: BaseEmbeddingConfig) -> torch.dtype:
     Raises:
         ValueError: its data type has no trainable form; names the table.
     """
-    try:
-        return data_type_to_dtype(config.data_type)
-    except ValueError as error:
-        raise ValueError(f"table {config.name!r}: {error}") from None
+    if config.data_type not in _TRAINED:
+        trained = ", ".join(data_type.name for data_type in _TRAINED)
+        raise ValueError(f"table {config.name!r}: tables train in {trained}, not in {config.data_type}")
+    return data_type_to_dtype(config.data_type)
 
 
 def embedding_names_by_table(configs: list[Any]) -> list[list[str]]:

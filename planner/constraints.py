@@ -107,9 +107,13 @@ def check_constraints(
             ("sharding_types", constraint.sharding_types, SHARDING_TYPES, PlannerErrorType.INPUT_VALIDATION),
             ("compute_kernels", constraint.compute_kernels, COMPUTE_KERNELS, PlannerErrorType.INVALID_COMPUTE_KERNEL),
         ):
+            if isinstance(values, str):
+                raise _wrong(f"table {name!r}: {what} must be a list, got {values!r}: write [{values!r}]", kind)
             for value in values or ():
                 if value not in allowed:
-                    raise _wrong(f"table {name!r}: {what} has {value!r}{nearest(value, allowed)}", kind)
+                    # an enum's member is not its value
+                    word = str(getattr(value, "value", value))
+                    raise _wrong(f"table {name!r}: {what} has {value!r}{nearest(word, allowed)}", kind)
         if constraint.min_partition is not None and constraint.min_partition < 1:
             raise _wrong(f"table {name!r}: min_partition must be positive, got {constraint.min_partition}")
         for what, ranks in (("ranks", constraint.ranks), ("not_on", constraint.not_on)):

@@ -27,7 +27,7 @@ from ..config import (
     table_dtype,
 )
 from ..optim.fused_optimizer import FusedOptimizer
-from ..optim.optimizers import mark_optimizer, optimizer_of, optimizer_spec
+from ..optim.optimizers import mark_optimizer, optimizer_in_backward, optimizer_spec
 from ..policy import DEFAULT_POLICY, LookupPolicy
 from ..tables.grouped import Found, SharedFeatures, look_up_groups, plan_columns, shared_features
 from ..tables.row_sums import Accumulation
@@ -320,7 +320,7 @@ class TableCollection(TableModule):
 
     def _is_to_be_fused(self, t: int, param: nn.Parameter) -> bool:
         if self._marks[t] is None:
-            return hasattr(param, "_optimizer_classes")
+            return hasattr(param, "_optimizer_classes") and optimizer_in_backward(param) is not None
         # frozen when it was marked
         return param.requires_grad and self._homes()[t][0].optimizer is None
 
@@ -331,10 +331,11 @@ class TableCollection(TableModule):
             RuntimeError: gradients of the tables wait for a step.
             ValueError: a DistributedDataParallel averages gradients of the tables.
         """
-        fused = [config.name for config, param in zip(self._configs, params, strict=True) if optimizer_of(param)]
+        marks = [optimizer_in_backward(param) for param in params]
+        fused = [config.name for config, mark in zip(self._configs, marks, strict=True) if mark]
         if fused and is_replicated(self):
             raise refuse_replicas_of(fused[0])
-        self._marks = [optimizer_of(param) for param in params]
+        self._marks = marks
         self._trained = [param.requires_grad for param in params]
         before = self._homes()
         if self._accumulation.begun:

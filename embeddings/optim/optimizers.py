@@ -7,6 +7,7 @@ absent hyper-parameters are those of FBGEMM's fused optimizers (lr 0.01, eps 1e-
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -266,6 +267,22 @@ def optimizer_of(param: Tensor) -> tuple[type[torch.optim.Optimizer], dict[str, 
         raise ValueError(f"a parameter takes one optimizer in the backward, got {len(classes)}")
     kwargs: Any = getattr(param, "_optimizer_kwargs", [{}])
     return classes[0], dict(kwargs[0] if isinstance(kwargs, list) else kwargs)
+
+
+def optimizer_in_backward(param: Tensor) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """The optimizer that trains `param` in its backward before it is sharded.
+
+    None where torch's own function was told `register_hook=False`: the gradient is then the caller's, until sharding
+    takes the optimizer that marks the parameter.
+
+    Raises:
+        ValueError: more than one optimizer marks it.
+    """
+    # torch's two maps are there once its function was imported
+    torchs: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    if torchs is None or param not in torchs.param_to_acc_grad_map:
+        return optimizer_of(param)
+    return optimizer_of(param) if param in torchs.param_to_optim_hook_handle_map else None
 
 
 def _step_and_drop_gradient(param: Tensor) -> None:

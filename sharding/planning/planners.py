@@ -481,13 +481,24 @@ def _asks_for_replicas(given: ParameterConstraints) -> bool:
 def _of_tables(
     constraints: Mapping[str, ParameterConstraints], names: Sequence[str]
 ) -> dict[str, ParameterConstraints]:
-    """Those that speak of tables of the model. TorchRec's programs share one dict between models."""
+    """Those that speak of tables of the model. TorchRec's programs share one dict between models.
+
+    An empty list of types or kernels allows all of them, as in TorchRec.
+    """
     known = {*names, ANY}
     strange = [name for name in constraints if name not in known]
     if strange:
         named = ", ".join(f"{name!r}{nearest(name, names)}" for name in strange)
         warnings.warn(f"constraints name tables that the model does not have: {named}", stacklevel=4)
-    return {name: constraint for name, constraint in constraints.items() if name in known}
+    return {
+        name: replace(
+            constraint,
+            sharding_types=constraint.sharding_types or None,
+            compute_kernels=constraint.compute_kernels or None,
+        )
+        for name, constraint in constraints.items()
+        if name in known
+    }
 
 
 def _require_settings(plan: ShardingPlan, model: ModelTables) -> None:

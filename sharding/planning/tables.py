@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.embeddings import (
@@ -215,8 +216,5 @@ def _optimizer(sharder: ModuleSharder[Any], param: nn.Parameter) -> str | None:
 
 
 def _data_type(param: nn.Parameter) -> DataType:
-    try:
-        return dtype_to_data_type(param.dtype)
-    except ValueError:
-        # counted as the widest
-        return DataType.FP32
+    # others are counted as the widest
+    return dtype_to_data_type(param.dtype) if param.dtype in (torch.float16, torch.bfloat16) else DataType.FP32

@@ -133,8 +133,12 @@ def _read(paths: Sequence[Path], write: bool) -> Report:
 def _try(program: Path, arguments: str, timeout_s: float) -> Trial:
     from ..migration.trial import try_program
 
+    try:
+        words = shlex.split(arguments)
+    except ValueError as error:
+        raise click.BadParameter(f"{arguments!r} is no command line: {error}", param_hint="'--arguments'") from None
     with waiting("running the program on two ranks"):
-        return try_program(program, shlex.split(arguments), timeout_s)
+        return try_program(program, words, timeout_s)
 
 
 def _print_trial(trial: Trial) -> None:

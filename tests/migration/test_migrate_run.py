@@ -61,6 +61,7 @@ def test_a_program_that_stops_is_reported_with_its_line_and_what_to_write(tmp_pa
     [
         (["a.py", "b.py", "--run"], "--run tries one program"),
         (["a.py", "--run", "--write"], "--run tries one program"),
+        (["a.py", "--run", "--arguments", "'"], "is no command line: No closing quotation"),
         (["a.py", "--arguments", "x"], "--arguments are those of the program that --run tries"),
     ],
 )

@@ -18,11 +18,13 @@ from shardwise import (
     DataType,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    EmbeddingComputeKernel,
     EmbeddingShardingPlanner,
     ParameterConstraints,
     PlannerError,
     ShardingEnv,
     ShardingPlan,
+    ShardingType,
     Topology,
     construct_module_sharding_plan,
     get_default_sharders,
@@ -177,6 +179,23 @@ def test_a_callback_cannot_make_a_plan_that_sharding_refuses() -> None:
     planner = EmbeddingShardingPlanner(CPU, callbacks=[narrow])
     with pytest.raises(PlannerError, match="table 't': a plan does not set output_dtype"):
         planner.plan(bags(), get_default_sharders())
+
+
+@pytest.mark.parametrize(("what", "value", "message"), [
+    ("sharding_types", [ShardingType.TABLE_WISE], r"has <ShardingType.*: did you mean 'table_wise'"),
+    ("compute_kernels", [EmbeddingComputeKernel.FUSED], r"has <EmbeddingComputeKernel.*: did you mean 'fused'"),
+    ("sharding_types", "table_wise", r"must be a list, got 'table_wise': write \['table_wise'\]"),
+])  # fmt: skip
+def test_an_enum_or_a_bare_word_in_the_place_of_values_is_refused_by_name(what: str, value: Any, message: str) -> None:
+    """`ShardingType.TABLE_WISE` without `.value` ended in an AttributeError about `lower`, a bare word in letters."""
+    with pytest.raises(PlannerError, match=f"table 't': {what} {message}"):
+        planned(bags(), "ours", "t", ParameterConstraints(**{what: value}))
+
+
+def test_an_empty_list_of_types_or_kernels_allows_all() -> None:
+    """It allowed none, and no plan was found; TorchRec takes it as no constraint."""
+    plan = planned(bags(), "ours", "t", ParameterConstraints(sharding_types=[], compute_kernels=[]))
+    assert plan == planned(bags(), "ours", "t", ParameterConstraints())
 
 
 def test_a_device_group_is_a_device() -> None:

@@ -8,7 +8,7 @@ the canary as without it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -118,7 +118,7 @@ class Canary:
 
 def canary(
     model: nn.Module,
-    tables: Sequence[str],
+    tables: Iterable[str],
     *,
     shadow: bool = False,
     tolerance: float | None = None,
@@ -157,13 +157,20 @@ def canary(
     """
     if "torchrec" not in sys.modules:
         raise ImportError("canary tries tables of a TorchRec model on shardwise, and torchrec is not imported here")
-    if isinstance(tables, str) or not tables or len(set(tables)) != len(tables):
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a module, got {type(model).__name__}")
+    names = list(tables) if isinstance(tables, Iterable) and not isinstance(tables, str) else []
+    if not names or not all(isinstance(name, str) for name in names) or len({*names}) != len(names):
         raise ValueError(f"tables must be a list of names, each once, got {tables!r}")
+    if not isinstance(shadow, bool):
+        raise ValueError(f"shadow must be True or False, got {shadow!r}")
     if on_difference not in ("raise", "warn"):
         raise ValueError(f"on_difference must be 'raise' or 'warn', got {on_difference!r}")
-    if tolerance is not None and (not shadow or not tolerance >= 0):
-        raise ValueError(f"tolerance is of a shadow, and not negative, got {tolerance} with shadow={shadow}")
-    return Canary(model, list(tables), Options(shadow, tolerance, on_difference))
+    if tolerance is not None and not (shadow and isinstance(tolerance, int | float) and tolerance >= 0):
+        raise ValueError(
+            f"tolerance is one number of a shadow, and not negative, got {tolerance!r} with shadow={shadow}"
+        )
+    return Canary(model, names, Options(shadow, tolerance, on_difference))
 
 
 def _sharded(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -126,6 +126,25 @@ def test_every_way_of_applying_an_optimizer_gives_the_same_bits(
     assert all(param.grad is None for param in ebc.parameters())
 
 
+def test_an_optimizer_without_a_hook_trains_nothing_in_the_backward() -> None:
+    """`register_hook=False` of torch's function was passed over: the backward trained the table, without a gradient."""
+    tables = [EmbeddingBagConfig(4, 2, "a"), EmbeddingBagConfig(4, 2, "b")]
+    ebc, plain = EmbeddingBagCollection(tables), EmbeddingBagCollection(tables)
+    plain.load_state_dict(ebc.state_dict())
+    _apply_optimizer_in_backward(torch.optim.SGD, [weight(ebc, "a")], {"lr": 0.5}, register_hook=False)
+    _apply_optimizer_in_backward(torch.optim.SGD, [weight(ebc, "b")], {"lr": 0.5})
+    for collection in (ebc, plain):
+        collection(kjt({"a": [[1, 1], [3]], "b": [[2], [0]]})).values().square().sum().backward()
+    assert torch.equal(weight(ebc, "a"), weight(plain, "a"))
+    given, expected = weight(ebc, "a").grad, weight(plain, "a").grad
+    assert given is not None and expected is not None and torch.equal(given, expected)
+    assert weight(ebc, "b").grad is None and not torch.equal(weight(ebc, "b"), weight(plain, "b"))
+    # the optimizer that torch made is the caller's to run
+    marks: Any = weight(ebc, "a")
+    marks._in_backward_optimizers[0].step()
+    assert torch.equal(weight(ebc, "a"), weight(plain, "a") - 0.5 * expected)
+
+
 @EVERYWHERE
 @pytest.mark.parametrize("apply", ["fused", "torch"])
 def test_a_sequence_collection_trains_by_the_sum_of_each_rows_gradients(device: str, apply: str) -> None:
