@@ -113,6 +113,8 @@ ASSERTED: dict[str, Callable[[], object]] = {
     "Low rank must be larger or equal to 1": lambda: LowRankCrossNet(4, 1, 0),
     "Low rank must be larger or equal to": lambda: LowRankMixtureCrossNet(4, 1, 2, 0),
     "num_experts must be larger or equal to 1": lambda: LowRankMixtureCrossNet(4, 1, 0),
+    "At least one embedding bag is required": lambda: DLRM(EBC([]), 3, [4], [5, 1]),
+    "At least one embedding bag is": lambda: SimpleDeepFMNN(3, EBC([]), 4, 5),
     "All EmbeddingBagConfigs must have the same dimension": lambda: DLRM(two(8), 3, [4], [5, 1]),
     "All EmbeddingBagConfigs must have the same": lambda: SimpleDeepFMNN(3, two(8), 4, 5),
     "zch_size must be > 0": lambda: id_map(0),
