@@ -227,7 +227,7 @@ def bags_by_stages(mode: str) -> list[bool]:
     error = error_of(bad.wait)
     names = ShardedEmbeddingBag.extend_shard_name("t") == "weight" == next(iter(sharded.sharded_parameter_names()))
     kinds = isinstance(sharded, ShardedModule) and sharded.unsharded_module_type is nn.EmbeddingBag
-    return [*close, error.startswith("IndexError: rank 1"), names, kinds]
+    return [*close, error.startswith("RefusedIndexError: rank 1"), names, kinds]
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

@@ -453,7 +453,10 @@ def test_a_bad_id_is_named_as_in_the_unsharded_model(kind: str, cuts: str) -> No
     kjt = kjt_of({"bought": [[1], []], "home": [[4], []], "seen": [[], [3, 11]]})
     model = quantized(kind)
     for module in (model, sharded(model, PLANS[cuts])):
-        assert error_of(module, kjt) == "IndexError: feature 'seen' (table 'shop'), sample 1: id 11 is outside [0, 11)"
+        assert (
+            error_of(module, kjt)
+            == "RefusedIndexError: feature 'seen' (table 'shop'), sample 1: id 11 is outside [0, 11)"
+        )
 
 
 def test_the_bounds_check_mode_is_honoured() -> None:
