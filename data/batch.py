@@ -23,8 +23,10 @@ class Batch:
 
     def __post_init__(self) -> None:
         sizes = (self.dense_features.size(0), self.sparse_features.stride(), self.labels.size(0))
+        # features without keys, as models of dense features alone get them, may not know how many samples there are
+        unknown = not self.sparse_features.keys() and not sizes[1]
         # sizes that torch.export does not know yet have no hash
-        if sizes[0] != sizes[1] or sizes[0] != sizes[2]:
+        if sizes[0] != sizes[2] or (sizes[0] != sizes[1] and not unknown):
             raise ValueError(
                 "Batch: dense_features, sparse_features and labels must hold the same number of samples, "
                 f"got {sizes[0]}, {sizes[1]} and {sizes[2]}"

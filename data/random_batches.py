@@ -64,14 +64,15 @@ class RandomRecDataset(IterableDataset[Batch]):
 
     def _make(self) -> Batch:
         # lengths and ids feature by feature: the order in which TorchRec draws them
-        lengths, ids = [], []
+        lengths, ids = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.int64)]
         for rows, low, high in zip(self._rows, self._least, self._most, strict=True):
             drawn = torch.randint(low, high + 1, (self.batch_size,), dtype=torch.int32, generator=self._generator)
             lengths.append(drawn)
             ids.append(torch.randint(0, rows, (int(drawn.sum()),), generator=self._generator))
         dense = torch.randn(self.batch_size, self.num_dense, generator=self._generator)
         labels = torch.randint(0, 2, (self.batch_size,), generator=self._generator)
-        return Batch(dense, KeyedJaggedTensor.from_lengths_sync(self.keys, torch.cat(ids), torch.cat(lengths)), labels)
+        sparse = KeyedJaggedTensor(self.keys, torch.cat(ids), lengths=torch.cat(lengths), stride=self.batch_size)
+        return Batch(dense, sparse, labels)
 
     def __iter__(self) -> Iterator[Batch]:
         made = self._made

@@ -37,7 +37,10 @@ class SparseArch(nn.Module):
         super().__init__()
         configs = embedding_bag_collection.embedding_bag_configs()
         if not configs:
-            raise RefusedValueError("At least one embedding bag is required: embedding_bag_collection has no tables")
+            raise RefusedValueError(
+                "At least one embedding bag is required: embedding_bag_collection has no tables; a model of dense"
+                " features alone is DenseArch, InteractionArch(0), which gives the dense output, and OverArch"
+            )
         dims = {config.name: config.embedding_dim for config in configs}
         if len(set(dims.values())) > 1:
             raise RefusedValueError(f"All EmbeddingBagConfigs must have the same dimension, got {dims}")

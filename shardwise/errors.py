@@ -19,5 +19,9 @@ class RefusedCallError(RuntimeError, AssertionError):
     """A call at a time when it cannot be; TorchRec raises AssertionError for it."""
 
 
+class RefusedIndexError(IndexError, RuntimeError):
+    """An id outside of its table; TorchRec raises RuntimeError for it, where it does not write a wrong row."""
+
+
 # as they travel between ranks
-REFUSALS = (RefusedValueError, RefusedTypeError, RefusedCallError)
+REFUSALS = (RefusedValueError, RefusedTypeError, RefusedCallError, RefusedIndexError)

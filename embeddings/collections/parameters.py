@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..tables.table_group import TableGroup
+from ..tables.table_layout import laid_out
 
 _data_ptr = Tensor.data_ptr
 
@@ -156,22 +157,10 @@ def given_group(group: TableGroup, weights: Sequence[Tensor]) -> TableGroup:
         raise ValueError(f"weights of tables that are looked up together must be on one device, got {devices}")
     device, given = group.device, copy(group)
     given.optimizer, given.parameters = None, []
-    given.flat = _laid_out(group, weights)
+    given.flat = laid_out(group.cuts, weights)
     if given.flat.device != device:
         given._place(given.flat.device, fresh=True)
     return given
-
-
-def _laid_out(group: TableGroup, weights: Sequence[Tensor]) -> Tensor:
-    """The weights where the group's tables lie, as a function of them."""
-    pieces: list[Tensor] = []
-    end = 0
-    for segment, tables, _ in group.cuts:
-        if segment.base > end:
-            pieces.append(weights[0].new_zeros(segment.base - end))
-        pieces += [weights[t].reshape(-1) for t in tables]
-        end = segment.base + sum(weights[t].numel() for t in tables)
-    return torch.cat(pieces)
 
 
 def move_tables(groups: Sequence[TableGroup], children: nn.ModuleDict, fn: Callable[[Tensor], Tensor]) -> None:

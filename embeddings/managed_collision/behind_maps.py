@@ -29,8 +29,6 @@ class BehindMaps(OneNode, NotScriptable, nn.Module, Generic[OutT, SlotsT]):
 
     _managed_collision_collection: Any
     _return_remapped_features: bool
-    # False: torch.fx traces into it, as pipelines do, and its parts are nodes
-    _is_one_node = True
 
     def forward(self, features: Any, mutate_miss_lengths: bool = True) -> tuple[OutT, SlotsT]:
         """Map the batch's ids to slots and look those up.
@@ -39,7 +37,7 @@ class BehindMaps(OneNode, NotScriptable, nn.Module, Generic[OutT, SlotsT]):
             KeyError, IndexError, ValueError, TypeError, RuntimeError: as the collection without maps.
             TypeError: the collection inside was sharded or quantized by itself.
         """
-        if self._is_one_node and isinstance(features, Proxy):
+        if isinstance(features, Proxy):
             return record_forward(BehindMaps.forward, self, features, mutate_miss_lengths)  # type: ignore[no-any-return]
         slots = self._remap(features, mutate_miss_lengths)
         returned: Any = slots if self._return_remapped_features else None

@@ -287,7 +287,7 @@ class CombinedOptimizer(KeyedOptimizer):
         theirs = state_dict["state"]
         unknown = set(theirs) - set(self.params)
         if unknown:
-            raise unlike_parameters(len(self.params), len(theirs), set(), unknown)
+            raise unlike_parameters(len(self.params), len(theirs), set(self.params) - set(theirs), unknown)
         loads = []
         for prefix, optimizer in self._optims:
             names = {self.prepend_opt_key(name, prefix): name for name in optimizer.params}

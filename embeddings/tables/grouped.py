@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 from shardwise.kernels import RegroupPlan, plan_regroup
 
+from .transformed import is_transformed
 from .variable_batch import expand_bags, inverse_of, own_lengths
 
 
@@ -97,7 +98,9 @@ def look_up_groups(
         picked = pick_features(features, group.keys) if picks is None else features.permute(picks[number])
         if picked.device() != group.device:
             raise ValueError(f"ids are on {picked.device()}, the tables on {group.device}")
-        group.check(picked.values(), picked.offsets(), padded=picked.capacity() is not None)
+        # torch's lookups check ids themselves; tensors of a transform have no memory for ours to read
+        if not is_transformed():
+            group.check(picked.values(), picked.offsets(), padded=picked.capacity() is not None)
         outputs.append((picked, look_up(group, picked)))
     return outputs
 
@@ -185,7 +188,8 @@ def rows_by_name(
             sizes = [*sizes, per_id[0].shape[0] - sum(sizes)]
         # not slices: torch.export cannot tell that sizes it does not know lie within the tensor; nor views of one
         # tensor to autograd, which lets nobody change one of several in place
-        split = [torch.unsafe_split_with_sizes(tensor, sizes) for tensor in per_id]
+        cut = torch.split if is_transformed() else torch.unsafe_split_with_sizes
+        split = [cut(tensor, sizes) for tensor in per_id]
         # what is cut from one tensor along known sizes needs no check of its own
         made = map(JaggedTensor._of, split[0], split[1] if need_indices else repeat(None), lengths)
         by_name.update(zip([name for t in tables for name in names_by_table[t]], made, strict=True))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.errors import RefusedIndexError
 from shardwise.kernels import (
     BoundsCheckMode,
     capturing,
@@ -93,7 +94,7 @@ def raise_replayed(guard: Tensor, tables: Sequence[str]) -> None:
     guard.copy_(new_guard())
     what = f"a captured graph was replayed with a batch that is bad, and tables {', '.join(tables)} stayed as they were"
     if bad_id:
-        raise IndexError(f"{what}: an id is outside its table")
+        raise RefusedIndexError(f"{what}: an id is outside its table")
     if bad_offset:
         raise ValueError(f"{what}: offsets decrease, do not begin at 0, or do not end at the number of ids")
     raise FloatingPointError(f"{what}: a gradient is not finite")

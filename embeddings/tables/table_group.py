@@ -38,7 +38,8 @@ from ..policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
 from .id_check import GuardedIdCheck
 from .lookup_autograd import IndexAhead, LookupWithUpdate, flat_of_parameters
 from .row_sums import Accumulation, RowSums, add_sums, apply_sums, sum_rows
-from .table_layout import LookupFeature, OptimizerSpec, TableShape, cuts_of, lay_out, require_tables
+from .table_layout import LookupFeature, OptimizerSpec, TableShape, cuts_of, laid_out, lay_out, require_tables
+from .transformed import is_transformed, refuse_fused, transformed_pooled, transformed_sequence
 
 
 class NoFreeSlots(RuntimeError):
@@ -314,6 +315,9 @@ class TableGroup:
         slots, lease = self.store.resolve(ids, offsets, self.step)
         args = (slots, offsets, per_id_weights)
         frozen = self._frozen_of_update()
+        if is_transformed():
+            dtype = self._transformed_dtype(frozen)
+            return transformed_pooled(self._plain_flat(), *args, self.features, dtype)
         if frozen is not None:
             return self._with_update(ids, *args, self.pooling, lease, frozen if trains else None)
         keep_rows = per_id_weights is not None and per_id_weights.requires_grad
@@ -328,6 +332,10 @@ class TableGroup:
         """The row of each id, [N, dim]; all tables of the group have this dim. `trains` as for `pooled`."""
         slots, lease = self.store.resolve(ids, offsets, self.step)
         frozen = self._frozen_of_update()
+        if is_transformed():
+            return transformed_sequence(
+                self._plain_flat(), slots, offsets, self.features, self._transformed_dtype(frozen)
+            )
         if frozen is not None:
             return self._with_update(ids, slots, offsets, None, "sequence", lease, frozen if trains else None)
         flat = flat_of_parameters(self) if self.optimizer is None else self.flat
@@ -336,6 +344,16 @@ class TableGroup:
         )
         self.store.release(lease)
         return out
+
+    def _transformed_dtype(self, frozen: object) -> torch.dtype:
+        """The dtype of an output under a transform; refuses tables that their backward trains."""
+        if frozen is not None:
+            refuse_fused([table.name for table in self.tables])
+        return self.policy.output_dtype or self.flat.dtype
+
+    def _plain_flat(self) -> Tensor:
+        """The rows, without the autograd function that gives each parameter its part of their gradient."""
+        return laid_out(self.cuts, self.parameters) if self.parameters else self.flat
 
     def look_up(self, slots: Tensor, offsets: Tensor, per_id_weights: Tensor | None, pooling: str) -> Tensor:
         """The rows of slots, pooled or, where `pooling` is "sequence", each by itself; no gradient."""

@@ -191,3 +191,15 @@ class TableBatchedEmbeddingSlice(nn.Parameter):
     # torch declares them as attributes
     grad: Any = property(_part_of_gradient, _set_gradient, doc="The part of the buffer's gradient.")
     grad_fn: Any = property(lambda self: None, doc="None: to a module it is a parameter.")
+
+
+def laid_out(cuts: Sequence[tuple[Segment, list[int], list[int]]], weights: Sequence[Tensor]) -> Tensor:
+    """The weights where a group's tables lie, as a function of them; `cuts` as `cuts_of`."""
+    pieces: list[Tensor] = []
+    end = 0
+    for segment, tables, _ in cuts:
+        if segment.base > end:
+            pieces.append(weights[0].new_zeros(segment.base - end))
+        pieces += [weights[t].reshape(-1) for t in tables]
+        end = segment.base + sum(weights[t].numel() for t in tables)
+    return torch.cat(pieces)

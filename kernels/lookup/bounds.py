@@ -16,6 +16,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from shardwise.errors import RefusedIndexError
+
 from .._op import (
     INTERPRETED,
     direct,
@@ -252,7 +254,7 @@ def raise_from_guard(
         raise ValueError(_describe_offset(bad_offset, indices, offsets, names))
     message = describe_id(bad_id, indices, offsets, features, names)
     if fatal:
-        raise IndexError(message)
+        raise RefusedIndexError(message)
     warnings.warn(f"{message}; it counts as no id", stacklevel=3)
 
 

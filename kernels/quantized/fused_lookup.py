@@ -20,6 +20,8 @@ from functools import cached_property, lru_cache, partial
 import torch
 from torch import Tensor
 
+from shardwise.errors import RefusedIndexError
+
 from .._op import runs_kernel
 from ..cpu.quantized_lookup import fused_loops, in_parts
 from ..features import (
@@ -237,7 +239,7 @@ def _raise_for(bad: Sequence[int], indices: Tensor, offsets: Tensor, tables: Fus
     batch = batch_size(offsets, len(tables.tables))
     feature, sample = divmod(int(torch.searchsorted(offsets[1:].contiguous(), position, right=True)), batch)
     rows = tables.tables[feature].rows
-    raise IndexError(
+    raise RefusedIndexError(
         f"feature {feature}, sample {sample}: id {int(indices[position])} is outside [0, {rows}) and not -1, the id of"
         " a pruned row"
     )

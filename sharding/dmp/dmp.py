@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.fx import Proxy
+from torch.fx.proxy import TraceError
 
 from shardwise.embeddings import CombinedOptimizer, optimizer_of
 
@@ -187,7 +189,14 @@ class DistributedModelParallel(nn.Module):
         Raises:
             RankFailure: another rank failed, ended or did not come.
             ValueError: the model is on meta.
+            TraceError: a tracer that does not know it, as torch.fx's own, begins with it.
         """
+        if isinstance(args, Proxy):
+            raise TraceError(
+                "DistributedModelParallel passes on whatever arguments it is given, which this tracer cannot follow:"
+                " use torchrec.fx.symbolic_trace, by our name shardwise.sharding.dmp.tracing.symbolic_trace, or trace"
+                " model.module"
+            )
         if self._device.type == "meta":
             self._leave_meta()
             if self._device.type == "meta":

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from shardwise.embeddings import GradientCheckMode
 from shardwise.embeddings.collections.collection import require_features
@@ -24,6 +25,7 @@ from shardwise.embeddings.tables.id_check import mark_bad_ids
 from shardwise.embeddings.tables.lookup_autograd import warn_of_eval
 from shardwise.embeddings.tables.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged.tracing import record_forward
 from shardwise.kernels._op import no_second_derivative, runs_kernel
 
 from ...planner.layout import Shard, TableOptions, validate
@@ -313,6 +315,8 @@ class ShardedCollection(StagedModule[Step]):
                 describes. All ranks raise in this step, with the message and number of the first failing rank.
             RuntimeError: a rank failed otherwise, or ranks disagree on the plan or on gradients being enabled.
         """
+        if isinstance(features, Proxy):
+            return record_forward(ShardedCollection.forward, self, features)
         step = self.take(features) if self.routed_ahead else None
         step = step or self.start(features)  # its ids are lined up, and all ranks are told their sizes
         self.send_ids(step)  # the sizes of all ranks are here, and ids leave

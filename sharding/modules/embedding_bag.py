@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, LookupPolicy, PoolingType
 from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged.tracing import holds_proxy, record_forward
 
 from ...planner.layout import Shard, TableOptions
 from ..comms.awaitable import Awaitable, LazyAwaitable
@@ -96,6 +97,8 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
         Raises:
             ValueError, TypeError, IndexError: inputs do not fit together, or an id is outside the table; on all ranks.
         """
+        if holds_proxy((input, offsets, per_sample_weights)):
+            return record_forward(ShardedEmbeddingBag.forward, self, input, offsets, per_sample_weights)  # type: ignore[no-any-return]
         return super().forward(self._features(input, offsets, per_sample_weights))  # type: ignore[return-value]
 
     @staticmethod

@@ -235,7 +235,6 @@ class ShardedManagedCollisionEmbeddings(BehindMaps[LazyAwaitable[Any], None], Ne
     """
 
     _return_remapped_features = False
-    _is_one_node = False
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from shardwise.embeddings import (
     EmbeddingBagCollection,
@@ -25,6 +26,7 @@ from shardwise.embeddings import (
 )
 from shardwise.embeddings.collections.feature_processors import only_weighs, with_weights
 from shardwise.jagged import KeyedJaggedTensor, KeyedTensor
+from shardwise.jagged.tracing import record_forward
 
 from ..comms.awaitable import LazyAwaitable
 from ..comms.env import ShardingEnv
@@ -135,6 +137,8 @@ class ShardedFeatureProcessedEmbeddingBagCollection(Nested):
         Raises:
             KeyError, IndexError, ValueError, TypeError: as the unsharded module, on all ranks.
         """
+        if isinstance(features, Proxy):
+            return record_forward(ShardedFeatureProcessedEmbeddingBagCollection.forward, self, features)  # type: ignore[no-any-return]
         processed = self._processed(features)
         waiting = cast(ShardedCollection, self._embedding_bag_collection).routed_ahead
         if waiting and waiting[0].awaits_weights and waiting[0].taken_by is features:

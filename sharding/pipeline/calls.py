@@ -25,6 +25,7 @@ from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.dmp.unwrap import get_unwrapped_module
 from shardwise.sharding.engine.collection import ShardedCollection
 from shardwise.sharding.engine.step import Step
+from shardwise.sharding.modules.managed_collision import ShardedManagedCollisionEmbeddings
 from shardwise.sharding.modules.nested import Nested, ShardedFeatureProcessedEmbeddingBagCollection
 from shardwise.sharding.modules.placement import sharded_collections
 from shardwise.sharding.plan.sharded_module import ShardedModule
@@ -73,6 +74,9 @@ class _UpTo(fx.Tracer):
                 "call_method", PROCESSED, (self.create_proxy("get_attr", path, (), {}), features), {}
             )
             return m._embedding_bag_collection(processed)
+        if isinstance(m, ShardedManagedCollisionEmbeddings):
+            # its part is the node that is looked for
+            return m._rows_of(m._remap(args[0] if args else next(iter(kwargs.values())))), None
         if path == self._name:
             if not self._left:
                 raise _Reached(args[0] if args else next(iter(kwargs.values())))

@@ -136,12 +136,13 @@ class ParameterSharding:
 
     def __post_init__(self) -> None:
         self.compute_kernel = _KERNEL_ALIASES.get(self.compute_kernel, self.compute_kernel)
-        for what, value, known in (
-            ("sharding_type", self.sharding_type, ShardingType),
-            ("compute_kernel", self.compute_kernel, EmbeddingComputeKernel),
+        for words, what, value, known in (
+            ("Sharding type", "sharding_type", self.sharding_type, ShardingType),
+            ("Compute kernel", "compute_kernel", self.compute_kernel, EmbeddingComputeKernel),
         ):
             if value not in {member.value for member in known}:
-                raise ValueError(f"{what} {value!r} is not one of {[member.value for member in known]}")
+                values = [member.value for member in known]
+                raise ValueError(f"{words} not supported {value}: {what} {value!r} is not one of {values}")
         replicated = self.sharding_type == ShardingType.DATA_PARALLEL.value
         if replicated != (self.sharding_spec is None):
             needs = "has no cut: its sharding_spec is None" if replicated else "needs a sharding_spec"

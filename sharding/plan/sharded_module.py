@@ -19,6 +19,7 @@ from torch import nn
 
 from shardwise.jagged import Multistreamable
 from shardwise.jagged.scripting import NotScriptable
+from shardwise.jagged.tracing import OneNode, holds_proxy, record_forward
 
 from ..comms.awaitable import Awaitable
 
@@ -40,7 +41,7 @@ class NullShardedModuleContext(Multistreamable):
         raise AttributeError(f"NullShardedModuleContext keeps nothing of a step, {key!r} neither")
 
 
-class ShardedModule(NotScriptable, nn.Module, abc.ABC, Generic[CompIn, DistOut, Out, ShrdCtx]):
+class ShardedModule(OneNode, NotScriptable, nn.Module, abc.ABC, Generic[CompIn, DistOut, Out, ShrdCtx]):
     """A module that is sharded, and the stages of its forward; all ranks call them in the same order.
 
     Args:
@@ -89,6 +90,8 @@ class ShardedModule(NotScriptable, nn.Module, abc.ABC, Generic[CompIn, DistOut, 
 
     def forward(self, *input: Any, **kwargs: Any) -> Any:
         """The stages in order."""
+        if holds_proxy(input) or holds_proxy(kwargs):
+            return record_forward(ShardedModule.forward, self, *input, **kwargs)
         ctx = self.create_context()
         dist_input = self.input_dist(ctx, *input, **kwargs).wait().wait()
         return self.compute_and_output_dist(ctx, dist_input)

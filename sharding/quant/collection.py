@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from shardwise.embeddings.config import PoolingType, embedding_names_by_table
 from shardwise.embeddings.quant import QuantizedCollection, QuantizedTable, TableWeights
@@ -25,6 +26,7 @@ from shardwise.embeddings.tables.id_check import IdCheck
 from shardwise.embeddings.tables.table_module import TableModule
 from shardwise.embeddings.tables.variable_batch import pad_strides
 from shardwise.jagged import KeyedJaggedTensor
+from shardwise.jagged.tracing import record_forward
 from shardwise.kernels import BoundsCheckMode, Feature, pack_features, row_format
 from shardwise.sharding.comms.env import ShardingEnv
 from shardwise.sharding.plan.plan import ParameterSharding
@@ -196,6 +198,8 @@ class ShardedQuantizedCollection(TableModule, ShardedModule[ServedBatch, FoundRo
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         """Look the batch up: the stages in order."""
+        if isinstance(features, Proxy):
+            return record_forward(ShardedQuantizedCollection.forward, self, features)
         ctx = self.create_context()
         return self.compute_and_output_dist(ctx, self.input_dist(ctx, features))
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.fx import Proxy
 
 from shardwise.embeddings.managed_collision import BehindFixedMaps, ManagedCollisionCollection
 from shardwise.embeddings.quant import (
@@ -19,6 +20,7 @@ from shardwise.embeddings.quant import (
     QuantManagedCollisionEmbeddingCollection,
 )
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.jagged.tracing import record_forward
 from shardwise.planner.layout import SERVING
 from shardwise.sharding.plan.module_sharder import ModuleSharder
 from shardwise.sharding.plan.plan import ParameterSharding, ShardingType
@@ -74,6 +76,8 @@ class _PiecesBehindMaps(BehindFixedMaps[OutT], ShardedQuantizedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[OutT, KeyedJaggedTensor]:  # type: ignore[override]
         """Map the batch's ids and look the slots up: the stages in order. Raises as the collection without maps."""
+        if isinstance(features, Proxy):
+            return record_forward(_PiecesBehindMaps.forward, self, features)
         ctx = self.create_context()
         output: tuple[OutT, KeyedJaggedTensor] = self.compute_and_output_dist(ctx, self.input_dist(ctx, features))
         return output

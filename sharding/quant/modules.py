@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Proxy
 
 from shardwise.embeddings import (
     EmbeddingBagCollectionInterface,
@@ -29,6 +30,7 @@ from shardwise.embeddings.quant.collection import lookup_dtype, pooled_output, s
 from shardwise.embeddings.tables.grouped import rows_by_name
 from shardwise.embeddings.tables.variable_batch import expand_pooled, inverse_or_none, require_full_batch
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from shardwise.jagged.tracing import record_forward
 from shardwise.sharding.plan.plan import ParameterSharding
 from shardwise.sharding.plan.sharded_module import NullShardedModuleContext
 
@@ -62,6 +64,8 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantizedCollection, EmbeddingBa
             KeyError, IndexError, ValueError, TypeError: as the quantized `EmbeddingBagCollection`.
             RuntimeError: tables are on meta.
         """
+        if isinstance(features, Proxy):
+            return record_forward(ShardedQuantEmbeddingBagCollection.forward, self, features)
         return super().forward(features)  # type: ignore[no-any-return]
 
     def input_dist(  # type: ignore[override]
@@ -115,6 +119,8 @@ class ShardedQuantFeatureProcessedEmbeddingBagCollection(ShardedQuantEmbeddingBa
             KeyError, IndexError, ValueError, TypeError, RuntimeError: as `ShardedQuantEmbeddingBagCollection`, or as
             the processor does.
         """
+        if isinstance(features, Proxy):
+            return record_forward(ShardedQuantFeatureProcessedEmbeddingBagCollection.forward, self, features)
         return super().forward(features)
 
     def input_dist(  # type: ignore[override]
@@ -150,6 +156,8 @@ class ShardedQuantEmbeddingCollection(ShardedQuantizedCollection, EmbeddingColle
             KeyError, IndexError, ValueError, TypeError: as the quantized `EmbeddingCollection`.
             RuntimeError: tables are on meta.
         """
+        if isinstance(features, Proxy):
+            return record_forward(ShardedQuantEmbeddingCollection.forward, self, features)
         return super().forward(features)  # type: ignore[no-any-return]
 
     def input_dist(  # type: ignore[override]

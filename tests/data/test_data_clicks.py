@@ -186,6 +186,16 @@ def test_parts_of_different_sizes_are_refused(dense: int, labels: int) -> None:
         Batch(torch.zeros(dense, 1), batch().sparse_features, torch.zeros(labels))
 
 
+def test_features_without_keys_fit_any_number_of_samples_but_not_a_wrong_one() -> None:
+    dense, labels, ids = torch.zeros(2, 1), torch.zeros(2), torch.empty(0, dtype=torch.int64)
+    features = KeyedJaggedTensor([], ids, lengths=ids)
+    assert Batch(dense, features, labels).to("cpu").batch_size == 2
+    with pytest.raises(ValueError, match="same number of samples, got 2, 0 and 3"):
+        Batch(dense, features, torch.zeros(3))
+    with pytest.raises(ValueError, match="same number of samples, got 2, 3 and 2"):
+        Batch(dense, KeyedJaggedTensor([], ids, lengths=ids, stride=3), labels)
+
+
 # arguments -> bounds of the lengths and of the ids of features x and y
 CASES: list[tuple[dict[str, Any], list[tuple[int, int]], list[int]]] = [
     ({}, [(0, 2), (0, 2)], [100, 100]),
@@ -216,6 +226,12 @@ def test_a_seed_gives_the_same_batches_and_made_ones_come_again() -> None:
     assert next(iter(dataset)) is first[0]
     other = RandomRecDataset(["x"], 4, manual_seed=4)
     assert not same(next(iter(other)), first[0])
+
+
+def test_batches_without_keys_have_dense_features_and_labels() -> None:
+    (batch,) = RandomRecDataset([], 4, num_dense=3, num_batches=1)
+    assert batch.dense_features.shape == (4, 3) and batch.labels.shape == (4,)
+    assert batch.sparse_features.keys() == [] and batch.sparse_features.stride() == 4
 
 
 def test_batches_can_be_made_anew_each_time() -> None:

@@ -139,6 +139,9 @@ def test_pieces_on_devices_give_the_bits_of_the_whole(pooled: bool, kind: str) -
     assert {sharding.sharding_type for sharding in plan.plan["mc"].values()} == {kind}  # type: ignore[attr-defined]
     assert set(mc.state_dict()) == set(made.state_dict())
     mc.train()
+    # one node, with a tracer that does not know the class
+    mc = torch.fx.symbolic_trace(nn.Sequential(mc))
+    assert [node.op for node in mc.graph.nodes] == ["placeholder", "call_module", "output"]
     for step in range(4, 7):
         (rows, slots), (again, others) = made(batch_of(step)), mc(batch_of(step))
         assert torch.equal(slots.values(), others.values())

@@ -22,6 +22,8 @@ from shardwise import (
     EmbeddingConfig,
     KeyedJaggedTensor,
     KeyedTensor,
+    ParameterSharding,
+    ShardingEnv,
 )
 from shardwise.embeddings import (
     CombinedOptimizer,
@@ -91,6 +93,7 @@ def table(**sizes: list[int]) -> nn.Module:
     return DLRM_Projection(two(), 3, [8, 4], [5, 1], sizes.get("first", [8]), sizes.get("second", [8]))
 
 
+OUTSIDE = KJT(["a"], IDS + 100, lengths=tensor([3, 3]))
 OTHER = KJT(["c"], IDS, lengths=tensor([3, 3]))
 KT: Callable[[], KeyedTensor] = lambda: KeyedTensor(["a"], [2], torch.ones(2, 2))  # noqa: E731
 ASSERTED: dict[str, Callable[[], object]] = {
@@ -113,6 +116,8 @@ ASSERTED: dict[str, Callable[[], object]] = {
     "Low rank must be larger or equal to 1": lambda: LowRankCrossNet(4, 1, 0),
     "Low rank must be larger or equal to": lambda: LowRankMixtureCrossNet(4, 1, 2, 0),
     "num_experts must be larger or equal to 1": lambda: LowRankMixtureCrossNet(4, 1, 0),
+    "At least one embedding bag is required": lambda: DLRM(EBC([]), 3, [4], [5, 1]),
+    "At least one embedding bag is": lambda: SimpleDeepFMNN(3, EBC([]), 4, 5),
     "All EmbeddingBagConfigs must have the same dimension": lambda: DLRM(two(8), 3, [4], [5, 1]),
     "All EmbeddingBagConfigs must have the same": lambda: SimpleDeepFMNN(3, two(8), 4, 5),
     "zch_size must be > 0": lambda: id_map(0),
@@ -163,6 +168,12 @@ VALUES: dict[str, Callable[[], object]] = {
     "Different parameter count: 1 vs 0": lambda: optimizer().load_state_dict({"state": {}}),
     "Parameter x not found": lambda: optimizer().load_state_dict({"state": {"z": {}}}),
     "Different state size: 1 vs 0": lambda: optimizer().load_state_dict({"state": {"x": {}}}),
+    "Parameter a.x not found": lambda: CombinedOptimizer([("a", optimizer())]).load_state_dict({"state": {"x": {}}}),
+    "Different parameter count: 1 vs 2": lambda: CombinedOptimizer([("a", optimizer())]).load_state_dict(
+        {"state": {"x": {}, "y": {}}}
+    ),
+    "Sharding type not supported zz": lambda: ParameterSharding("zz", "dense", [0]),
+    "Compute kernel not supported zz": lambda: ParameterSharding("data_parallel", "zz", [0]),
     "Duplicate param key x": lambda: CombinedOptimizer([("", optimizer()), ("", optimizer())]),
     "Invalid learning rate: -1": lambda: RowWiseAdagrad([nn.Parameter(torch.ones(1))], lr=-1),
     "Invalid lr_decay value: -1": lambda: RowWiseAdagrad([nn.Parameter(torch.ones(1))], lr_decay=-1),
@@ -182,7 +193,19 @@ KEYS: dict[str, Callable[[], object]] = {
 }
 OTHERS: list[tuple[type[Exception], Callable[[], object]]] = [
     (IndexError, lambda: batch().permute([2])),
-    (IndexError, lambda: EC([rows()])(KJT(["a"], IDS + 100, lengths=tensor([3, 3])))),
+    # an id outside of its table: TorchRec's sequences raise the one, its bags and sharded lookups the other
+    (IndexError, lambda: EC([rows()])(OUTSIDE)),
+    (RuntimeError, lambda: EC([rows()])(OUTSIDE)),
+    (IndexError, lambda: EBC([bag()])(OUTSIDE)),
+    (RuntimeError, lambda: EBC([bag()])(OUTSIDE)),
+    (KeyError, lambda: optimizer().load_state_dict({})),
+    (KeyError, lambda: CombinedOptimizer([("a", optimizer())]).load_state_dict({})),
+    (NotImplementedError, lambda: optimizer().step()),
+    (NotImplementedError, lambda: CombinedOptimizer([("a", optimizer())]).step()),
+    (NotImplementedError, lambda: optimizer().init_state()),
+    (NotImplementedError, lambda: CombinedOptimizer([]).add_param_group({"params": [nn.Parameter(torch.ones(1))]})),
+    (TypeError, lambda: CombinedOptimizer([3])),  # type: ignore[list-item]
+    (AttributeError, lambda: DistributedModelParallel(3, ShardingEnv.from_local(1, 0))),  # type: ignore[arg-type]
     (NotImplementedError, lambda: optimizer().add_param_group({"params": [nn.Parameter(torch.ones(1))]})),
 ]
 

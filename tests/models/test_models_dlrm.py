@@ -210,7 +210,7 @@ def test_meta_tables_and_a_dense_device_allocate_nothing() -> None:
         (lambda: OverArch(3, []), "at least two"),
         (lambda: DenseArch(0, [4]), "in_size must be positive, got 0"),
         (lambda: SparseArch(ebc(4, 8)), r"the same dimension, got \{'t0': 4, 't1': 8\}"),
-        (lambda: SparseArch(ebc()), "has no tables"),
+        (lambda: SparseArch(ebc()), r"has no tables; .* DenseArch, InteractionArch\(0\)"),
     ],
 )
 def test_layers_that_do_not_fit_are_refused(make: Callable[[], nn.Module], message: str) -> None:

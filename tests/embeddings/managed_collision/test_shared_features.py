@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from shardwise.embeddings.managed_collision import (
     MCHManagedCollisionModule,
 )
 from shardwise.embeddings.quant import QuantManagedCollisionEmbeddingBagCollection
-from shardwise.sharding import construct_module_sharding_plan, table_wise
+from shardwise.sharding import column_wise, construct_module_sharding_plan, row_wise, table_wise
 
 DIM, SAMPLES = 32, 4
 # "a" is smaller than what the slots of "b" may be, and they tell ids apart by other hashes
@@ -38,10 +39,14 @@ TABLES = {"a": (6, ["f"]), "b": (12, ["f", "g"])}
 HASHES = {"a": lambda ids, size: ids * 7 % size, "b": lambda ids, size: ids * 11 % size}
 
 
-def made(pooled: bool, *, mixed: bool = False, **settings: Any) -> Any:
+def made(pooled: bool, *, mixed: bool = False, names: Sequence[str] = ("f", "f"), **settings: Any) -> Any:
+    """`names` are those by which "a" and "b" know the feature of both."""
     torch.manual_seed(1)
     kind: Any = EmbeddingBagConfig if pooled else EmbeddingConfig
-    tables = [kind(rows, DIM, name, feature_names=list(names)) for name, (rows, names) in TABLES.items()]
+    tables = [
+        kind(rows, DIM, name, feature_names=[known, *others])
+        for known, (name, (rows, (_, *others))) in zip(names, TABLES.items(), strict=True)
+    ]
     if mixed:
         tables[0].data_type = DataType.FP16
     maps = {
@@ -69,7 +74,7 @@ def batch(step: int, begin: int = 0, end: int = SAMPLES) -> KeyedJaggedTensor:
 def tensor_of(output: Any) -> Tensor:
     """The output of all samples, [B, ...]: the two rows of each side by side where nothing is pooled."""
     if isinstance(output, dict):
-        return torch.cat([output[name].values().view(-1, 2 * DIM) for name in ("f@a", "f@b", "g")], 1)
+        return torch.cat([rows.values().view(-1, 2 * DIM) for rows in output.values()], 1)
     return output.values()  # type: ignore[no-any-return]
 
 
@@ -118,16 +123,31 @@ def test_tables_in_another_order_than_their_maps_are_refused() -> None:
         ManagedCollisionEmbeddingBagCollection(other, maps)
 
 
-def trained(pooled: bool) -> list[Tensor]:
+# how "a" and "b" are cut over two ranks
+CUTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "tables": lambda: {"a": table_wise(0), "b": table_wise(1)},
+    "columns": lambda: {"a": column_wise([0, 1]), "b": column_wise([1, 0])},
+    "rows": lambda: {"a": row_wise(), "b": row_wise()},
+    "rows and columns": lambda: {"a": row_wise(), "b": column_wise([0, 1])},
+    "rows and a table": lambda: {"a": table_wise(1), "b": row_wise()},
+}
+
+
+def trained(pooled: bool, cuts: str = "", names: Sequence[str] = ("f", "f")) -> list[Tensor]:
+    """Outputs of three steps; `names` are those by which "a" and "b" know the feature of both."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    module: Any = nn.ModuleDict({"mc": made(pooled)})
+    module: Any = nn.ModuleDict({"mc": made(pooled, names=names)})
     if dist.is_initialized():
-        kinds: Any = {"a": table_wise(0), "b": table_wise(1)}
+        kinds: Any = CUTS[cuts]()
         cut = construct_module_sharding_plan(module["mc"], kinds, world_size=world, device_type="cpu")
         DistributedModelParallel(module, plan=ShardingPlan({"mc": cut}))
     outputs = []
     for step in range(3):
-        output, _ = module["mc"](batch(step, rank * SAMPLES // world, (rank + 1) * SAMPLES // world))
+        features = batch(step, rank * SAMPLES // world, (rank + 1) * SAMPLES // world)
+        if names[0] != names[1]:
+            of_name = {"g": features["g"], **dict.fromkeys(names, features["f"])}
+            features = KeyedJaggedTensor.from_jt_dict(of_name)
+        output, _ = module["mc"](features)
         output = output.wait() if hasattr(output, "wait") else output
         outputs.append(tensor_of(output).detach().clone())
         # the mean over ranks of gradients that each made of a part: those of the whole
@@ -136,9 +156,22 @@ def trained(pooled: bool) -> list[Tensor]:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("cuts", ["tables", "columns"])
 @pytest.mark.parametrize("pooled", [False, True])
-def test_ranks_look_up_what_one_process_does(pooled: bool) -> None:
+def test_ranks_look_up_what_one_process_does(pooled: bool, cuts: str) -> None:
     alone = trained(pooled)
-    ranks = run_ranks(2, trained, pooled)
+    ranks = run_ranks(2, trained, pooled, cuts)
     for step, wanted in enumerate(alone):
         assert torch.equal(torch.cat([of_rank[step] for of_rank in ranks]), wanted)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("cuts", ["rows", "rows and columns", "rows and a table"])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_row_shards_look_up_what_they_do_for_features_of_their_own(pooled: bool, cuts: str) -> None:
+    """Row shards map their own part of the ids, so one process gives other slots: a feature of each is the oracle."""
+    shared, apart = run_ranks(2, trained, pooled, cuts), run_ranks(2, trained, pooled, cuts, ("fa", "fb"))
+    for own, wanted in zip(shared, apart, strict=True):
+        assert len(own) == 3 and all(map(torch.equal, own, wanted))
+    changed = [not torch.equal(own[0], own[2]) for own in shared]
+    assert all(changed)

@@ -17,7 +17,6 @@ from shardwise import (
     DistributedModelParallel,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
-    EmbeddingCollection,
     KeyedJaggedTensor,
     RowWiseAdagrad,
     ShardingPlan,
@@ -149,40 +148,3 @@ def given_memory_on_meta() -> bool:
 @pytest.mark.parametrize("run", [replaced_before, replaced_after, from_meta, given_memory_on_meta])
 def test_weights_from_outside_are_sharded_and_train_as_any_other(run: Any, ranks: int) -> None:
     assert run_ranks(ranks, run) == [True] * ranks
-
-
-class Dense(nn.Module):
-    """A model whose collection has no tables, as one without sparse features is made by a program's settings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.bags, self.rows = EmbeddingBagCollection([]), EmbeddingCollection([])
-        self.over = nn.Linear(3, 1)
-
-    def forward(self, features: KeyedJaggedTensor, dense: Tensor) -> Tensor:
-        assert not self.rows(features)
-        return self.over(torch.cat([dense, self.bags(features).values()], 1))  # type: ignore[no-any-return]
-
-
-def without_tables(planned: bool) -> bool:
-    alone, inner = Dense(), Dense()
-    plan = ShardingPlan({name: construct_module_sharding_plan(getattr(inner, name), {}) for name in ("bags", "rows")})
-    model = DistributedModelParallel(inner, plan=None if planned else plan)
-    dense = torch.arange(6.0).view(2, 3)
-    for features in (KeyedJaggedTensor(["x"], torch.tensor([1, 2]), lengths=torch.tensor([2, 0])), empty_of(2)):
-        outputs = [each(features, dense) for each in (alone, model)]
-        assert equal(*outputs)
-        for output in outputs:
-            output.sum().backward()
-    grads = [[param.grad for param in each.parameters()] for each in (alone, model)]
-    return equal(*grads) and equal(dict(model.state_dict()), dict(alone.state_dict()))
-
-
-def empty_of(samples: int) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor([], torch.empty(0, dtype=torch.int64), lengths=torch.empty(0).long(), stride=samples)
-
-
-@pytest.mark.parametrize("planned", [True, False])
-def test_a_model_without_sparse_features_is_an_ordinary_one(planned: bool) -> None:
-    assert run_ranks(2, without_tables, planned) == [True] * 2

@@ -102,12 +102,20 @@ def of(keys: list[str], lengths: list[int], ids: int) -> Callable[[KeyedJaggedTe
 
 F2 = r"rank 1: feature 'f2' \(table 't2'\), sample 1: id"
 FAULTS: dict[str, tuple[Callable[[KeyedJaggedTensor], Any], str, str]] = {
-    "id past the end": (with_id(30), "IndexError", rf"^{F2} 30 is outside \[0, 30\)$"),
-    "negative id": (with_id(-1), "IndexError", rf"^{F2} -1 is outside \[0, 30\)$"),
-    "smallest id": (with_id(INT64_MIN), "IndexError", rf"^{F2} {INT64_MIN} is outside"),
-    "id that int32 would wrap": (with_id(2**32 + 3), "IndexError", rf"^{F2} {2**32 + 3} is outside"),
-    "id of a replicated table": (with_id(9, 12), "IndexError", r"^rank 1: feature 'f3' \(table 't3'\), sample 0: id 9"),
-    "id of a dense replica": (with_id(7, 23), "IndexError", r"^rank 1: feature 'f4' \(table 't4'\), sample 2: id 7"),
+    "id past the end": (with_id(30), "RefusedIndexError", rf"^{F2} 30 is outside \[0, 30\)$"),
+    "negative id": (with_id(-1), "RefusedIndexError", rf"^{F2} -1 is outside \[0, 30\)$"),
+    "smallest id": (with_id(INT64_MIN), "RefusedIndexError", rf"^{F2} {INT64_MIN} is outside"),
+    "id that int32 would wrap": (with_id(2**32 + 3), "RefusedIndexError", rf"^{F2} {2**32 + 3} is outside"),
+    "id of a replicated table": (
+        with_id(9, 12),
+        "RefusedIndexError",
+        r"^rank 1: feature 'f3' \(table 't3'\), sample 0: id 9",
+    ),
+    "id of a dense replica": (
+        with_id(7, 23),
+        "RefusedIndexError",
+        r"^rank 1: feature 'f4' \(table 't4'\), sample 2: id 7",
+    ),
     "missing feature": (of(["f1", "f3"], [1, 1], 2), "KeyError", r"^rank 1: features \['f2', 'f4'\] are not in the"),
     "float ids": (cast(torch.float32), "TypeError", r"^rank 1: feature ids must be int32 or int64, got float32$"),
     "bool ids": (cast(torch.bool), "TypeError", r"^rank 1: feature ids must be int32 or int64, got bool$"),
@@ -138,7 +146,7 @@ def look_up_shared() -> list[str]:
 
 
 def test_ids_of_a_shared_feature_are_those_of_its_smallest_table() -> None:
-    message = "IndexError: rank 1: feature 'f' (table 'small'), sample 1: id 12 is outside [0, 9)"
+    message = "RefusedIndexError: rank 1: feature 'f' (table 'small'), sample 1: id 12 is outside [0, 9)"
     assert run_ranks(2, look_up_shared) == [[message] * 2] * 2
 
 
@@ -192,7 +200,7 @@ def test_a_bad_batch_of_one_rank_raises_on_all_and_leaves_no_trace(
 
 def test_the_first_of_several_bad_ranks_is_named_on_all() -> None:
     for errors, _ in run_ranks(3, train, "id past the end", (1,), (1, 2)):
-        assert errors == ["IndexError: rank 1: feature 'f2' (table 't2'), sample 1: id 30 is outside [0, 30)"]
+        assert errors == ["RefusedIndexError: rank 1: feature 'f2' (table 't2'), sample 1: id 30 is outside [0, 30)"]
 
 
 def missing_weights() -> None:

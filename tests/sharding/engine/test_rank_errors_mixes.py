@@ -68,7 +68,7 @@ def with_bad_ids(pooled: bool) -> list[tuple[str, list[str], str]]:
         for value, (batch, upstream), (other_batch, _) in batches:
             bad, sample = spoiled(other_batch, value)
             wanted.append(
-                f"IndexError: rank 2: feature 'f2' (table 't1'), sample {sample}: id {value} is outside [0, 41)"
+                f"RefusedIndexError: rank 2: feature 'f2' (table 't1'), sample {sample}: id {value} is outside [0, 41)"
             )
             before = held(model)
             rank_batch = bad if env.rank == BAD_RANK else batch

@@ -127,7 +127,7 @@ SAID = {
     "value": ("ValueError", "rank 1: line 7 has 3 columns"),
     "key": ("KeyError", "rank 1: no column 'age'"),
     "other": ("RuntimeError", "rank 1: FileNotFoundError: day_3.tsv"),
-    "id": ("IndexError", "rank 1: feature 'f0' (table 't0'), sample 0: id 999 is outside [0, 40)"),
+    "id": ("RefusedIndexError", "rank 1: feature 'f0' (table 't0'), sample 0: id 999 is outside [0, 40)"),
 }
 
 

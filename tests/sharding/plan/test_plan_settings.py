@@ -158,10 +158,10 @@ def raised_for(changes: Any, fused: Any, seq: bool) -> dict[str, str]:
 def test_each_table_meets_a_bad_id_in_the_mode_that_its_plan_says(world: int) -> None:
     """One mode held for a whole collection, and a plan that said another was refused."""
     plan = {"b": {"bounds_check_mode": BoundsCheckMode.IGNORE}, "c": {"bounds_check_mode": BoundsCheckMode.V2_FATAL}}
-    for fused, others in (({}, "IndexError"), ({"bounds_check_mode": BoundsCheckMode.IGNORE}, "")):
+    for fused, others in (({}, "RefusedIndexError"), ({"bounds_check_mode": BoundsCheckMode.IGNORE}, "")):
         for seq in (False, True):
             for found in both(raised_for, world, plan, fused, seq):
-                assert found == {"a": others, "b": "", "c": "IndexError", "d": others}
+                assert found == {"a": others, "b": "", "c": "RefusedIndexError", "d": others}
 
 
 def test_a_feature_of_two_tables_is_checked_in_the_mode_of_each() -> None:

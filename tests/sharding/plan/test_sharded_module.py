@@ -153,6 +153,10 @@ def of_a_users_module() -> tuple[Any, ...]:
     output = dmp(ids)
     stages, pool.stages = pool.stages, []
     same = torch.equal(output, plain(ids))
+    # one node in torch.fx, whose tracer does not know the class
+    traced = torch.fx.symbolic_trace(net)
+    same = same and torch.equal(traced(ids), output) and [node.op for node in traced.graph.nodes][1] == "call_module"
+    pool.stages.clear()
     output.sum().backward()
     # of the layer, by DDP; the pool's own are left alone
     averaged = [name for name, param in net.named_parameters() if param.grad is not None]
@@ -223,7 +227,7 @@ def bags_by_stages(mode: str) -> list[bool]:
     error = error_of(bad.wait)
     names = ShardedEmbeddingBag.extend_shard_name("t") == "weight" == next(iter(sharded.sharded_parameter_names()))
     kinds = isinstance(sharded, ShardedModule) and sharded.unsharded_module_type is nn.EmbeddingBag
-    return [*close, error.startswith("IndexError: rank 1"), names, kinds]
+    return [*close, error.startswith("RefusedIndexError: rank 1"), names, kinds]
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

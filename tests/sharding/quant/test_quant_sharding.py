@@ -49,6 +49,7 @@ from shardwise.sharding import (
     table_row_wise,
     table_wise,
 )
+from shardwise.sharding.dmp.tracing import symbolic_trace
 from shardwise.sharding.dmp.unwrap import copy_to_device
 from shardwise.sharding.quant import (
     FUSED_PARAM_BOUNDS_CHECK_MODE,
@@ -155,6 +156,18 @@ def expect_bits_of_unsharded(model: nn.Module, cuts: str, kind: str = "pooled") 
 @pytest.mark.parametrize("cuts", PLANS)
 def test_a_sharded_model_gives_the_bits_of_the_unsharded_one(cuts: str, kind: str) -> None:
     expect_bits_of_unsharded(quantized(kind), cuts, kind)
+
+
+@pytest.mark.parametrize("tracer", [torch.fx.symbolic_trace, symbolic_trace])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharded_collection_is_one_node_of_a_graph(kind: str, tracer: Any) -> None:
+    """With torch's tracer it read a proxy as though it were a batch."""
+    model = quantized(kind)
+    cut = sharded(model, PLANS["mix"])
+    for root in (cut, nn.Sequential(cut)):
+        traced = tracer(root)
+        assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "output"]
+        assert same_bits(traced(batch(kind)), model(batch(kind)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -440,7 +453,10 @@ def test_a_bad_id_is_named_as_in_the_unsharded_model(kind: str, cuts: str) -> No
     kjt = kjt_of({"bought": [[1], []], "home": [[4], []], "seen": [[], [3, 11]]})
     model = quantized(kind)
     for module in (model, sharded(model, PLANS[cuts])):
-        assert error_of(module, kjt) == "IndexError: feature 'seen' (table 'shop'), sample 1: id 11 is outside [0, 11)"
+        assert (
+            error_of(module, kjt)
+            == "RefusedIndexError: feature 'seen' (table 'shop'), sample 1: id 11 is outside [0, 11)"
+        )
 
 
 def test_the_bounds_check_mode_is_honoured() -> None:
