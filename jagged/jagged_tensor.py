@@ -21,10 +21,16 @@ from .streamable import Pipelineable
 from .tracing import Traceable
 
 
+def _is_transformed() -> bool:
+    """Whether a transform of `torch.func` runs, whose tensors end with it."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 class Bags(Traceable, Pipelineable):
     """Values [L, ...] in consecutive bags, given by lengths [N] or offsets [N + 1]; maybe a weight for each value.
 
-    Of lengths and offsets the missing one is computed when first asked for, and kept. Subclasses set the fields.
+    Of lengths and offsets the missing one is computed when first asked for, and kept (not by a transform of
+    `torch.func`). Subclasses set the fields.
     """
 
     _values: Tensor
@@ -54,7 +60,10 @@ class Bags(Traceable, Pipelineable):
         """Bag sizes [N]."""
         if self._lengths is None:
             assert self._offsets is not None
-            self._lengths = lengths_of(self._offsets)
+            lengths = lengths_of(self._offsets)
+            if _is_transformed():
+                return lengths
+            self._lengths = lengths
         return self._lengths
 
     def lengths_or_none(self) -> Tensor | None:
@@ -65,7 +74,10 @@ class Bags(Traceable, Pipelineable):
         """First value of each bag and the end of the last, [N + 1]; dtype of the lengths, or int64 if L needs it."""
         if self._offsets is None:
             assert self._lengths is not None
-            self._offsets = offsets_of(self._lengths, self._values.shape[0])
+            offsets = offsets_of(self._lengths, self._values.shape[0])
+            if _is_transformed():
+                return offsets
+            self._offsets = offsets
         return self._offsets
 
     def offsets_or_none(self) -> Tensor | None:
