@@ -23,5 +23,9 @@ class RefusedIndexError(IndexError, RuntimeError):
     """An id outside of its table; TorchRec raises RuntimeError for it, where it does not write a wrong row."""
 
 
+class RefusedStateError(ValueError, RuntimeError):
+    """A state dict that does not fit; torch raises RuntimeError for it."""
+
+
 # as they travel between ranks
-REFUSALS = (RefusedValueError, RefusedTypeError, RefusedCallError, RefusedIndexError)
+REFUSALS = (RefusedValueError, RefusedTypeError, RefusedCallError, RefusedIndexError, RefusedStateError)

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.errors import RefusedStateError
+
 from ...planner.layout import Shard, Span
 from ..comms.env import ShardingEnv
 from .routes import Routes
@@ -279,7 +281,8 @@ def take(what: str, value: Value, given: Any, env: ShardingEnv, *, resplit: str 
     `given` is all of the value, or a ShardedTensor or DTensor that has on each rank what that rank needs.
 
     Raises:
-        ValueError: it has another size or is cut otherwise, or a state per row of the whole table is to become one per
+        RefusedStateError: it has another size.
+        ValueError: it is cut otherwise, or a state per row of the whole table is to become one per
             column block and `resplit` is not "mean".
     """
     targets = [(piece.box, tensor) for piece, tensor in value.local]
@@ -303,7 +306,7 @@ def take(what: str, value: Value, given: Any, env: ShardingEnv, *, resplit: str 
         pieces = [Piece(env.rank, box) for box, _ in sources]
     if size != value.size:
         if value.rows is None or size != (value.rows,) or [box for box, _ in sources] != [((0, value.rows),)]:
-            raise ValueError(f"{what} has shape {value.size}, loaded {size}")
+            raise RefusedStateError(f"size mismatch: {what} has shape {value.size}, loaded {size}")
         if not value.alike and resplit != "mean":
             raise ValueError(
                 f"{what} has a number for each row and column block, {value.size}, loaded one for each whole row,"
