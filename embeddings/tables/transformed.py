@@ -17,7 +17,7 @@ from shardwise.kernels.features import BASE, COLUMN, DIM, MEAN, ROWS
 
 def is_transformed() -> bool:
     """Whether a transform of `torch.func` is running."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def refuse_fused(tables: Sequence[str]) -> None:
