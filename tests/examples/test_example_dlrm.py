@@ -301,7 +301,7 @@ def test_the_exported_model_is_served_without_the_training_parts(
     ]
     torch.save(inputs, tmp_path / "batches")
     done = run_python("-c", FRESH, folder / "model", tmp_path / "batches", tmp_path / "found")
-    assert done.stdout.split() == ["_version", "inference", "kernels", "untrusted"]
+    assert done.stdout.split() == ["_version", "errors", "inference", "kernels", "untrusted"]
 
     answers = torch.load(tmp_path / "found")
     logits = torch.cat([answer["logit"] for answer in answers])
