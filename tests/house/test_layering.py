@@ -82,6 +82,7 @@ ROOMS: dict[str, set[str]] = {
     "perf/doctor": {"perf/selftest", "perf/suite"},
     "perf/evidence": {"perf/counts", "perf/suite", "perf/suite/cases", "perf/suite/operations"},
     "perf/evidence/canary": {"perf/evidence", "perf/suite"},
+    "perf/evidence/clicks": {"perf/evidence", "perf/suite", "perf/suite/cases"},
     "perf/evidence/fbgemm": {"perf/counts", "perf/evidence", "perf/evidence/fbgemm/calls", "perf/suite"},
     "perf/evidence/same_bits": {"perf/counts", "perf/evidence", "perf/suite"},
     "perf/gpu/cases": {"perf/gpu", "perf/selftest", "perf/suite"},

@@ -64,7 +64,7 @@ def test_a_fresh_process_serves_without_the_training_parts(folder: Path, tmp_pat
     torch.save(batch, tmp_path / "batch")
     done = run_python("-c", FRESH, folder, tmp_path / "batch", tmp_path / "found")
     assert "Warning" not in done.stderr, done.stderr
-    assert done.stdout.split() == ["_version", "inference", "kernels", "untrusted"]
+    assert done.stdout.split() == ["_version", "errors", "inference", "kernels", "untrusted"]
     wanted = CASES["dlrm"].wanted(CASES["dlrm"].model(), batch)
     assert torch.equal(torch.load(tmp_path / "found")["output"], wanted["output"])
 
