@@ -19,6 +19,7 @@ from shardwise import (
     LookupPolicy,
     ShardingEnv,
 )
+from shardwise.errors import RefusedIndexError
 from shardwise.inference import quantize_inference_model
 from shardwise.planner import layout
 from shardwise.sharding import ParameterSharding, construct_module_sharding_plan, row_wise, table_wise
@@ -116,7 +117,7 @@ def test_a_batch_has_one_answer_in_all_kinds_of_collections(make: Any, mode: Bou
     for name, (ids, offsets, error, message) in BATCHES.items():
         # in a padded batch offsets may end before the ids
         error = None if padded and name == "short" else error
-        error = error or (IndexError if message and mode is FATAL else None)
+        error = error or (RefusedIndexError if message and mode is FATAL else None)
         found, warned = answer(module, batch(ids, offsets, padded=padded, dtype=torch.int64))
         assert warned == ([f"{message}; it counts as no id"] if message and mode is WARNING else []), name
         if error is not None:
