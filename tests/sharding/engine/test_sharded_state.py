@@ -260,7 +260,8 @@ def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
         expected = {
             "another plan": r"^ValueError: table 'c' \(embedding_bags\.c\.weight\): rank 0 needs \[0, 6\) x \[0, 4\)"
             r" and has \['\[0, 3\) x \[0, 8\)'\] .*another plan.*torch\.distributed\.checkpoint",
-            "other rows": r"^RefusedStateError: size mismatch: table 'c' \(embedding_bags\.c\.weight\) has shape \(6, 8\), loaded \(7, 8\)$",
+            "other rows": r"^RefusedStateError: size mismatch: table 'c' \(embedding_bags\.c\.weight\) has shape"
+            r" \(6, 8\), loaded \(7, 8\)$",
             "no tensor": r"^ValueError: table 'c' .* is a tensor of shape \(6, 8\), loaded list$",
             "row states": r"^ValueError: embedding_bags\.a\.weight: state a\.momentum1 has a number for each row"
             r" and column block, \(12,\), loaded one for each whole row, \(6,\): set resplit = 'mean'",
