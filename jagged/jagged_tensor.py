@@ -18,12 +18,7 @@ from shardwise.kernels import jagged_to_padded_dense
 from ._check import check_bags, check_tensor, check_values, readable
 from ._segments import contradict, join_tensors, lengths_of, offsets_of
 from .streamable import Pipelineable
-from .tracing import Traceable
-
-
-def _is_transformed() -> bool:
-    """Whether a transform of `torch.func` runs, whose tensors end with it."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+from .tracing import Traceable, is_transformed
 
 
 class Bags(Traceable, Pipelineable):
@@ -61,7 +56,7 @@ class Bags(Traceable, Pipelineable):
         if self._lengths is None:
             assert self._offsets is not None
             lengths = lengths_of(self._offsets)
-            if _is_transformed():
+            if is_transformed():
                 return lengths
             self._lengths = lengths
         return self._lengths
@@ -75,7 +70,7 @@ class Bags(Traceable, Pipelineable):
         if self._offsets is None:
             assert self._lengths is not None
             offsets = offsets_of(self._lengths, self._values.shape[0])
-            if _is_transformed():
+            if is_transformed():
                 return offsets
             self._offsets = offsets
         return self._offsets

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.fx import Proxy
 
 # a torch without this name fails here; the flag behind it became thread-local in 2.15, and looking for it found nothing
@@ -76,3 +77,8 @@ def _proxies(value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)):
         for part in value:
             yield from _proxies(part)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` runs, whose tensors end with it."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
+from shardwise.jagged.tracing import is_transformed
 from shardwise.kernels import RegroupPlan, plan_regroup
 
-from .transformed import is_transformed
 from .variable_batch import expand_bags, inverse_of, own_lengths
 
 

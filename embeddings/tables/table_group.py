@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from shardwise.jagged.tracing import is_transformed
 from shardwise.kernels import (
     Feature,
     check_gradient,
@@ -39,7 +40,7 @@ from .id_check import GuardedIdCheck
 from .lookup_autograd import IndexAhead, LookupWithUpdate, flat_of_parameters
 from .row_sums import Accumulation, RowSums, add_sums, apply_sums, sum_rows
 from .table_layout import LookupFeature, OptimizerSpec, TableShape, cuts_of, laid_out, lay_out, require_tables
-from .transformed import is_transformed, refuse_fused, transformed_pooled, transformed_sequence
+from .transformed import refuse_fused, transformed_pooled, transformed_sequence
 
 
 class NoFreeSlots(RuntimeError):

@@ -15,11 +15,6 @@ from torch import Tensor
 from shardwise.kernels.features import BASE, COLUMN, DIM, MEAN, ROWS
 
 
-def is_transformed() -> bool:
-    """Whether a transform of `torch.func` is running."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-
-
 def refuse_fused(tables: Sequence[str]) -> None:
     """RuntimeError: tables that their backward trains have no gradient for a transform."""
     raise RuntimeError(

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import sys
 import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -25,7 +23,7 @@ from shardwise.perf.suite import libraries
 from shardwise.perf.suite.options import Options
 from shardwise.perf.suite.ranks import on_ranks
 
-from .model import HEAD_LR, LR, SHAPE, Clicks, Run, dlrm, entropy, train
+from .model import HEAD_LR, LR, SHAPE, Clicks, Run, dlrm, entropy, quiet, train
 
 RANKS, STEPS, SEEDS, HELD_OUT, BOUND = 2, 20_000, (0, 1, 2, 3, 4), 1000, 1e-4
 EXCHANGES = {"fp32": ("fp32", "fp32"), "fp16 and bf16": ("fp16", "bf16")}
@@ -38,8 +36,7 @@ def plan_of_seed(seed: int) -> str:
 
 def ends_with(theirs: bool, exchange: str, seed: int, steps: int) -> tuple[float, float]:
     """Normalized entropy of a run on held-out clicks, and its mean loss over the last tenth of its steps."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    quiet()
     side, clicks = libraries.torchrec() if theirs else libraries.ours(), Clicks(seed)
     model, optimizer = dlrm(side, Run(plan_of_seed(seed), "rowwise_adagrad", EXCHANGES[exchange]), seed=seed)
     losses = train(side, model, optimizer, clicks, range(steps))

@@ -5,6 +5,8 @@ A batch is that of all ranks, of which each takes its samples: runs on other num
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +24,12 @@ DENSE, LR, HEAD_LR = 4, 0.02, 0.05
 # log odds of a click without anything known
 BIAS = -1.5
 SPARSE = "sparse_arch.embedding_bag_collection"
+
+
+def quiet() -> None:
+    """Without what torch is about to drop, on this rank."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
 
 
 class Batch(NamedTuple):

@@ -8,10 +8,8 @@ printed.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +24,7 @@ from shardwise.perf.suite import libraries
 from shardwise.perf.suite.options import Options
 from shardwise.perf.suite.ranks import on_ranks
 
-from .model import HEAD_LR, LR, SHAPE, Clicks, Run, dlrm, train
+from .model import HEAD_LR, LR, SHAPE, Clicks, Run, dlrm, quiet, train
 
 RANKS, STEPS, BOUND = 2, 2000, 1e-6
 
@@ -53,12 +51,6 @@ def losses_of(side: Any, model: Any, optimizer: Any, steps: range) -> Tensor:
     losses = train(side, model, optimizer, Clicks(0), steps)
     dist.all_reduce(losses)
     return losses / dist.get_world_size()
-
-
-def quiet() -> None:
-    """Without what torch is about to drop, on this rank."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
 
 
 def leg(theirs: bool, how: Run, part: int, steps: int, source: Path | None, target: Path | None) -> Tensor:
