@@ -67,11 +67,16 @@ class Clicks:
 
 
 class Run(NamedTuple):
-    """How a DLRM is trained: the plan of its tables, their optimizer, the types of sums and gradients between ranks."""
+    """How a DLRM is trained: the plan of its tables, their optimizer, the types of sums and gradients between ranks.
+
+    A smooth one has tanh where DLRM has ReLU. At a kink the last bit of a sum near 0 decides about a whole gradient,
+    so two correct runs of thousands of steps part there sooner or later.
+    """
 
     strategy: str
     optimizer: str
     exchange: tuple[str, str] = ("fp32", "fp32")
+    smooth: bool = False
 
 
 def dlrm(side: Library, how: Run, *, shape: Shape = SHAPE, seed: int = 0) -> tuple[nn.Module, Any]:
@@ -82,6 +87,10 @@ def dlrm(side: Library, how: Run, *, shape: Shape = SHAPE, seed: int = 0) -> tup
     collection = collection_of(side, shape, how.optimizer, LR)
     torch.manual_seed(seed)
     model = side.DLRM(collection, DENSE, [32, shape.D], [32, 1])
+    if how.smooth:
+        for layer in (*model.dense_arch.modules(), *model.over_arch.modules()):
+            if hasattr(layer, "_activation_fn"):
+                layer._activation_fn = torch.tanh
     of_tables = plan_of(side, collection, shape, how.strategy, dist.get_world_size(), first=seed)
     forward, backward = (side.CommType[kind.upper()] for kind in how.exchange)
     codecs = side.get_qcomm_codecs_registry(side.QCommsConfig(forward, backward))
