@@ -109,7 +109,7 @@ lint: .venv/.dev  ## ruff: rules and format
 
 # they look for shardwise.kernels in shardwise/ alone, whatever setup.py and Python's finders say
 links:
-	@for name in data embeddings inference jagged kernels models perf planner sharding; do test -d shardwise/$$name || { \
+	@for name in data embeddings fbgemm inference jagged kernels models perf planner sharding; do test -d shardwise/$$name || { \
 		echo "mypy and pyright need the link shardwise/$$name -> ../$$name, which is not here; everything else works without."; \
 		echo "In git: git config core.symlinks true; git checkout -- shardwise. Elsewhere: ln -sfn ../$$name shardwise/$$name"; \
 		exit 2; }; done

@@ -129,3 +129,8 @@ def test_where_types_cannot_be_checked_make_says_why(links: str, tmp_path: Path)
     done = subprocess.run(["make", "links"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode == 0) == (links == "links")
     assert links == "links" or "git config core.symlinks true" in done.stdout
+    for folder in FOLDERS if links == "links" else ():
+        (tmp_path / "shardwise" / folder).unlink()
+        done = subprocess.run(["make", "links"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode and f"need the link shardwise/{folder} -> ../{folder}," in done.stdout
+        (tmp_path / "shardwise" / folder).symlink_to(f"../{folder}")
