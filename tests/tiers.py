@@ -2,12 +2,13 @@
 
 pytest                             the torch path, all of it but `long`
 pytest --tier quick                what starts no process and is not marked `full`
-pytest --tier test                 what is not marked `full`: every area has some
+pytest --tier test                 what is not marked `full`, and one case in n of what is marked `sampled(n)`
 pytest -m interpreted|compiled|executed      the other phases, each in its folders alone
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
@@ -52,11 +53,17 @@ def phase_of(config: pytest.Config) -> str:
 
 def tier_of(item: pytest.Item) -> str:
     """The smallest tier that has this test."""
-    if item.get_closest_marker("full"):
+    if item.get_closest_marker("full") or not _is_drawn(item):
         return "all"
     if item.get_closest_marker("ranks") or any(starts_processes(function) for function in _functions(item)):
         return "test"
     return "quick"
+
+
+def _is_drawn(item: pytest.Item) -> bool:
+    """Whether the smaller tiers have this case of a test that is marked `sampled(n)`: its name decides."""
+    sampled = item.get_closest_marker("sampled")
+    return sampled is None or zlib.crc32(item.nodeid.encode()) % int(sampled.args[0]) == 0
 
 
 def starts_processes(function: Callable[..., object], seen: set[object] | None = None) -> bool:
