@@ -97,6 +97,7 @@ def test_recorded_results_of_fbgemm(name: str, device: str) -> None:
     assert compared, f"nothing was compared of {name}"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name: str) -> None:
     """Schema, shapes without values, gradients and dynamic shapes under compilers, on the first call of each."""

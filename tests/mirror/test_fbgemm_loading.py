@@ -135,6 +135,7 @@ else:
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("claim", PROGRAMS)
 def test_without_fbgemm(tmp_path: Path, claim: str) -> None:
     # TorchScript reads the sources of functions
@@ -142,6 +143,7 @@ def test_without_fbgemm(tmp_path: Path, claim: str) -> None:
     run_python("program.py", folder=tmp_path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("claim", WITH_REAL)
 def test_where_fbgemm_is_installed(tmp_path: Path, claim: str) -> None:
     (tmp_path / "fbgemm_gpu.py").write_text(REAL)

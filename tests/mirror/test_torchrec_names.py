@@ -202,6 +202,7 @@ else:
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("claim", PROGRAMS)
 def test_in_a_fresh_process(claim: str) -> None:
     run_python("-c", PROGRAMS[claim])

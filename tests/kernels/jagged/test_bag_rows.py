@@ -51,6 +51,7 @@ def results(call: Callable[..., Tensor], arguments: tuple[Any, ...]) -> list[Ten
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
+@pytest.mark.sampled(3)
 @EVERY_OP
 @pytest.mark.parametrize(("device", "case"), PAIRS)
 def test_results_and_gradients_are_those_of_the_reference(device: str, case: Bags, op: str) -> None:
@@ -84,6 +85,7 @@ def bags(draw: st.DrawFn) -> Bags:
     )
 
 
+@pytest.mark.sampled(3)
 @EVERY_OP
 @pytest.mark.parametrize("device", ["cpu", "numba"])
 @settings(max_examples=50, deadline=None)
@@ -135,6 +137,7 @@ def op_calls(device: torch.device, case: Bags) -> dict[str, tuple[Any, ...]]:
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", op_calls(torch.device("cpu"), BY_NAME["usual"]))
 @EVERYWHERE
 def test_opcheck(device: str, name: str) -> None:

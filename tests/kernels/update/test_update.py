@@ -67,6 +67,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("device", "case", "rule"), PAIRS)
 def test_an_update_matches_the_oracle_and_its_reference(device: str, case: Case, rule: str) -> None:
     batch = inputs(case, torch_device(device))

@@ -30,6 +30,7 @@ from shardwise.planner.search.solve import solve
 SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 220))]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_small_problems_are_solved_within_the_claimed_gap(kind: str, seed: int) -> None:

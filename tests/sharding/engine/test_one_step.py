@@ -234,7 +234,7 @@ def expect_one_step(cases: Sequence[Case], world: int) -> None:
         assert not diffs, "\n".join([*diffs[:8], *map(str, case.mix.tables), str(replace(case, mix=Mix(())))])
 
 
-@pytest.mark.parametrize("world", [2, WORLD])
+@pytest.mark.parametrize("world", [2, pytest.param(WORLD, marks=pytest.mark.full)])
 def test_a_step_is_that_of_one_process_under_any_plan(world: int) -> None:
     """Averaged bags were divided before their gradient was cut where rows are cut, and after it elsewhere; rows of fp16
     and bf16 were rounded by the number that they have in their shard.

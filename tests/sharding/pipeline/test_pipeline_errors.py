@@ -43,7 +43,9 @@ def uneven_epochs(kind: str, counts: list[list[int]]) -> tuple[list[int], list[s
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", PIPELINES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.full] if kind != "sparse_dist" else []) for kind in PIPELINES]
+)
 def test_loaders_of_different_lengths_end_all_ranks_on_the_same_step(kind: str) -> None:
     """Fault 36. The rank that has more waited for the others in its next exchange, for ever."""
     counts = [[3, 5], [4, 4], [2, 0], [1, 1], [0, 3], [6, 2]]
@@ -131,6 +133,7 @@ SAID = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", TRAINING)
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def norms_after(row_state: str | None) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("row_state", [None, "table"])
 def test_rows_that_an_update_makes_longer_than_max_norm_are_cut(world: int, row_state: str | None) -> None:
     """FBGEMM takes `max_norm` and cuts rows on GPUs alone; the same formula here holds on any device."""
