@@ -61,10 +61,10 @@ quick: .venv/.installed  ## a few minutes: the torch path without processes of r
 
 # Triton reads TRITON_INTERPRET when a kernel is defined, so each way of running the kernels is a process of its own.
 test: TIER := test
-test: phases  ## what a contributor waits for, at most 8 minutes on 2 cores: every area, all four phases
+test: phases  ## what a contributor waits for, a quarter of an hour on 2 cores: every area, all four phases
 
 test-all: TIER := all
-test-all: phases  ## everything but gpu and long, at most 20 minutes in .ci/run, which runs it
+test-all: phases  ## everything but gpu and long, half an hour in .ci/run, which runs it
 
 phases: .venv/.installed
 	@echo "tests 1/4: torch path"
