@@ -88,9 +88,10 @@ def dlrm(side: Library, how: Run, *, shape: Shape = SHAPE, seed: int = 0) -> tup
     torch.manual_seed(seed)
     model = side.DLRM(collection, DENSE, [32, shape.D], [32, 1])
     if how.smooth:
-        for layer in (*model.dense_arch.modules(), *model.over_arch.modules()):
-            if hasattr(layer, "_activation_fn"):
-                layer._activation_fn = torch.tanh
+        layers = [layer for layer in model.modules() if hasattr(layer, "_activation_fn")]
+        assert layers, "nothing in DLRM has an _activation_fn: its ReLUs would stay"
+        for layer in layers:
+            layer._activation_fn = torch.tanh
     of_tables = plan_of(side, collection, shape, how.strategy, dist.get_world_size(), first=seed)
     forward, backward = (side.CommType[kind.upper()] for kind in how.exchange)
     codecs = side.get_qcomm_codecs_registry(side.QCommsConfig(forward, backward))

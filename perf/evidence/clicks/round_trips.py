@@ -53,22 +53,19 @@ def losses_of(side: Any, model: Any, optimizer: Any, steps: range) -> Tensor:
     return losses / dist.get_world_size()
 
 
-def leg(theirs: bool, how: Run, part: int, steps: int, source: Path | None, target: Path | None) -> Tensor:
-    """Losses of the steps of a part, from the checkpoint `source` on, if any, and up to the checkpoint `target`."""
+def leg(theirs: bool, how: Run, part: int, steps: int, source: Path, target: Path | None = None) -> Tensor:
+    """Losses of the steps of a part, from the checkpoint `source` on; ours are saved in `target`, if there is one."""
     quiet()
     side = libraries.torchrec() if theirs else libraries.ours()
     # other numbers and a step of them, so that nothing is right by itself
-    model, optimizer = dlrm(side, how, seed=0 if source is None else 7)
-    if source is not None:
-        losses_of(side, model, optimizer, range(-1, 0))
-        if theirs:
-            load_theirs(model, optimizer, source)
-        else:
-            load(source, model, optimizer)
+    model, optimizer = dlrm(side, how, seed=7)
+    losses_of(side, model, optimizer, range(-1, 0))
+    if theirs:
+        load_theirs(model, optimizer, source)
+    else:
+        load(source, model, optimizer)
     losses = losses_of(side, model, optimizer, range(part * steps, (part + 1) * steps))
-    if target is not None and theirs:
-        save_theirs(model, optimizer, target)
-    elif target is not None:
+    if target is not None:
         save(target, model, optimizer, step=(part + 1) * steps)
     return losses
 
@@ -90,7 +87,7 @@ def there_and_back(case: Case, steps: int, place: Path) -> list[Tensor]:
     source = from_dcp_trusted(place / "theirs", place / "converted", step=steps)
     second = on_ranks(case.ranks, leg, False, abroad, 1, steps, source, place / "ours")
     back = to_dcp(place / "ours", place / "back", names="torchrec")
-    return [whole, second, on_ranks(RANKS, leg, True, home, 2, steps, back, None)]
+    return [whole, second, on_ranks(RANKS, leg, True, home, 2, steps, back)]
 
 
 def section(folder: Path, steps: int) -> Section:
@@ -104,6 +101,7 @@ def section(folder: Path, steps: int) -> Section:
     ]  # fmt: skip
     cells, bad = [], []
     for number, case in enumerate(CASES):
+        name = " ".join(map(str, case))
         whole, *parts = there_and_back(case, steps, folder / str(number))
         off = [float((part - whole[n * steps : (n + 1) * steps]).abs().max()) for n, part in enumerate(parts, 1)]
         tenth = max(1, steps // 10)
@@ -111,9 +109,9 @@ def section(folder: Path, steps: int) -> Section:
         cells.append([*case, f"{first:.4f}, {last:.4f}", *(f"{value:.1e}" for value in off)])
         print(*cells[-1], file=sys.stderr, flush=True)
         if not max(off) <= BOUND:
-            bad.append(f"{' '.join(map(str, case))}: losses differ by {off[0]:.1e} and {off[1]:.1e}")
+            bad.append(f"{name}: losses differ by {off[0]:.1e} and {off[1]:.1e}")
         if not last < first:
-            bad.append(f"{' '.join(map(str, case))}: nothing was learned")
+            bad.append(f"{name}: nothing was learned")
     header = ["plan of TorchRec", "of shardwise", "its ranks", "optimizer", "mean loss of the first and last tenth",
               "shardwise", "TorchRec after it"]  # fmt: skip
     return Section([*lines, *grid(header, cells), ""], bad)
