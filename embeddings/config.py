@@ -32,6 +32,16 @@ class DataType(Enum):
         return self.value
 
 
+# bits of an element of each type that tables have, quantized ones too
+DATA_TYPE_NUM_BITS: dict[DataType, int] = {
+    DataType.FP32: 32,
+    **dict.fromkeys((DataType.FP16, DataType.BF16), 16),
+    **dict.fromkeys((DataType.INT8, DataType.UINT8, DataType.NFP8), 8),
+    DataType.INT4: 4,
+    DataType.INT2: 2,
+}
+
+
 class PoolingType(Enum):
     """How the rows of a bag become one: added, averaged, or (sequence collections) not at all."""
 

@@ -321,6 +321,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.sharding.dmp.dmp_collection": "DMPCollectionConfig",
         "torch.distributed._shard.sharded_tensor": "ShardedTensor",
         "torch.distributed._shard.metadata": "ShardMetadata",
+        "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata",
         "torch.distributed._shard.sharding_spec": "EnumerableShardingSpec",
         "shardwise.embeddings.optim.fbgemm_types": "CacheAlgorithm MultiPassPrefetchConfig",
         "shardwise.sharding.torchrec.fused_params": "KeyValueParams",
@@ -409,7 +410,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "BaseEmbeddingConfig EmbeddingBagConfig EmbeddingConfig PoolingType data_type_to_dtype dtype_to_data_type"
         ),
         "shardwise.quant": "QuantConfig",
-        "shardwise.embeddings.config": "EmbeddingTableConfig",
+        "shardwise.embeddings.config": "DATA_TYPE_NUM_BITS EmbeddingTableConfig",
         "shardwise.embeddings.optim.fbgemm_types": (
             "data_type_to_sparse_type pooling_type_to_pooling_mode pooling_type_to_str"
         ),
