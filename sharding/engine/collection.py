@@ -30,7 +30,7 @@ from shardwise.kernels._op import no_second_derivative, runs_kernel
 
 from ...planner.layout import Shard, TableOptions, validate
 from ..comms.agreement import Facts, agree, facts_of, facts_of_shards
-from ..comms.awaitable import LazyAwaitable
+from ..comms.awaitable import Awaitable, LazyAwaitable
 from ..comms.consensus import send_header
 from ..comms.env import ShardingEnv, get_gradient_division
 from ..comms.exchange import Exchange
@@ -62,6 +62,7 @@ from .wire import (
     unpack_sizes,
     unpack_weight_gradients,
 )
+from .writing import WrittenRows, put_rows, start_write, writable_names, write_rows
 
 
 class ExchangedLookup(torch.autograd.Function):
@@ -234,6 +235,7 @@ class ShardedCollection(StagedModule[Step]):
             "tables": str([table.name for table in tables]), "pooled": str(self._pooled),
             "per-id weights": str(self._weighted), "dedup": str(self._dedup), "codec of rows": str(self._codec),
             "codec of gradients": str(self._codec_back), "ranks of a host": str(routes.local_size),
+            "names that are written": str(list(writable_names(self))),
         }  # fmt: skip
         for table in tables:
             facts |= facts_of(table, f"table {table.name!r}")
@@ -304,6 +306,37 @@ class ShardedCollection(StagedModule[Step]):
         """Parameters that the backward trains or that other ranks hold: no gradient of theirs is to be reduced."""
         dense = {shard.table for group in self._routes.dense for shard in group.shards}
         return [self.parameter_name(table.name) for table in self._routes.tables if table.name not in dense]
+
+    @property
+    def enable_embedding_update(self) -> bool:
+        """Whether the config of some table lets its rows be written."""
+        return any(config.enable_embedding_update for config in self._configs)
+
+    def write(self, embeddings: KeyedJaggedTensor) -> None:
+        """Write rows into tables whose config has `enable_embedding_update`; all ranks call this together.
+
+        Any rank writes any rows of any table, and may have none: a KJT without keys. Of an id that comes several times
+        the last row counts, by rank and then by place in the batch. Weights alone are written, rounded to the nearest
+        of the table's type: optimizer states of the rows stay.
+
+        Args:
+            embeddings: by output name of a table ids [N] int32 or int64; weights [N, D] are their rows.
+
+        Raises:
+            ValueError, TypeError: a name is no writable table's, rows have another width, an id is outside its table,
+                or the tables have a row store, an id map or replicas (2D). All ranks raise, and nothing is written.
+        """
+        write_rows([self], embeddings)
+
+    def write_dist(  # type: ignore[override]
+        self, ctx: StepContext, embeddings: KeyedJaggedTensor | Exception
+    ) -> Awaitable[Awaitable[list[WrittenRows]]]:
+        """Send what `write` is given to the ranks that hold it: the first wait is for sizes, and raises as `write`."""
+        return start_write(self, embeddings)
+
+    def update(self, ctx: StepContext, dist_input: list[WrittenRows]) -> None:  # type: ignore[override]
+        """Put into this rank's shards what `write_dist` brought."""
+        put_rows(dist_input)
 
     def forward(self, features: KeyedJaggedTensor | Exception) -> Any:
         """The lazy result of this rank's batch, looked up together with the other ranks.
