@@ -40,7 +40,7 @@ from ..comms.qcomms import codecs_of
 from .dedup import dedup_ids
 from .flags import fault_error, fault_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
-from .id_map import IdMap, id_ranges
+from .id_map import IdMap, id_ranges, pack_mapped, unpack_mapped
 from .late_weights import finish_weights
 from .reshard import reshard
 from .route import Sending, divide_ahead, raise_with_sizes, route
@@ -165,6 +165,8 @@ class ShardedCollection(StagedModule[Step]):
     _awaitable: type[Any]
     # whether it has the ids too
     _need_indices = False
+    # whether ranks are told the rows that their ids found in tables with an id map; the same on all ranks
+    returns_mapped = False
 
     def __init__(
         self,
@@ -458,6 +460,9 @@ class ShardedCollection(StagedModule[Step]):
         unpack_ids(step, None if step.ids is None else step.ids.wait())
         if self._id_maps:
             self.shards.translate(step, self._id_maps)
+        if self.returns_mapped:
+            rows = pack_mapped(step, self._routes, self._env.rank)
+            step.mapped = self._exchange.numbers(rows, step.returned_from, step.returned_to)
         step.phase = IDS_RECEIVED
 
     def prefetch(
@@ -519,12 +524,20 @@ class ShardedCollection(StagedModule[Step]):
         """The second half of a forward, but for its form: `ExchangedLookup` of what was looked up."""
         if step.phase < LOOKED_UP:
             self.look_up(step)
+        if step.mapped is not None:
+            # it is here before the rows, also for those who do not ask for it
+            step.mapped.wait()
         weights = [step.sent_weights]
         for batch in step.replicated[: len(self._routes.replicas)]:
             weights.append(batch.weights)
         # a batch that began without gradients gets none: replicated tables do not know the other ranks' ids
         with torch.set_grad_enabled(step.update and torch.is_grad_enabled()):
             return ExchangedLookup.apply(self._anchor, self, step, *weights, *self._dense_parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+    def mapped_rows(self, step: Step) -> list[Tensor]:
+        """[L] the row of each id of each lookup in tables with an id map, where the collection `returns_mapped`."""
+        assert step.mapped is not None
+        return unpack_mapped(step, self._routes, step.mapped.wait())
 
     def dense_rows(self, step: Step) -> dict[int, Tensor]:
         """Rows of each lookup in a table that is trained by its gradient."""

@@ -114,8 +114,8 @@ def looked_up(kind: Any, made: Any, **settings: Any) -> Any:
 def written(kind: Any, made: Any, **settings: Any) -> Any:
     """Whether rows can be written into a sharded table of this config."""
     module = made([kind(10, 8, "t", feature_names=["f"], **settings)], device="cpu")
-    model = DistributedModelParallel(module, ShardingEnv.from_local(1, 0), plan=ShardingPlan(
-        {"": construct_module_sharding_plan(module, {"t": table_wise(0)}, world_size=1, device_type="cpu")}))  # fmt: skip
+    cut = construct_module_sharding_plan(module, {"t": table_wise(0)}, world_size=1, device_type="cpu")
+    model = DistributedModelParallel(module, ShardingEnv.from_local(1, 0), plan=ShardingPlan({"": cut}))
     try:
         model.write(KeyedJaggedTensor(["f"], torch.tensor([1]), torch.ones(1, 8), lengths=torch.tensor([1])))
     except RuntimeError:

@@ -25,6 +25,12 @@ from shardwise import (
     apply_optimizer_in_backward,
     construct_module_sharding_plan,
 )
+from shardwise.embeddings.managed_collision import (
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    ManagedCollisionEmbeddingCollection,
+    MCHManagedCollisionModule,
+)
 from shardwise.sharding import column_wise, data_parallel, grid_shard, row_wise, table_wise
 
 pytestmark = pytest.mark.ranks
@@ -205,3 +211,16 @@ def test_a_model_without_a_writable_table_says_how_to_make_one() -> None:
         model.write(batch)
     with pytest.raises(ValueError, match="'t' is no writable table's"):
         model.module.write(batch)
+
+
+def test_rows_behind_a_managed_collision_module_are_not_written() -> None:
+    table = EmbeddingConfig(4, 4, "t", enable_embedding_update=True)
+    ids = MCHManagedCollisionModule(4, torch.device("cpu"), LRU_EvictionPolicy(), 1, 100)
+    collection = ManagedCollisionCollection({"t": ids}, [table])
+    module = ManagedCollisionEmbeddingCollection(EmbeddingCollection([table], device="cpu"), collection)
+    env = ShardingEnv.from_local(1, 0)
+    plan = construct_module_sharding_plan(module, {"t": table_wise(0)}, world_size=1, device_type="cpu")
+    model = DistributedModelParallel(module, env, plan=ShardingPlan({"": plan}))
+    batch = KeyedJaggedTensor(["t"], torch.tensor([1]), torch.ones(1, 4), lengths=torch.tensor([1]))
+    with pytest.raises(ValueError, match="table 't': ids behind a managed collision module have no rows to write yet"):
+        model.write(batch)
