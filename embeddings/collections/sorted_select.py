@@ -21,8 +21,8 @@ class _SortedSelect(torch.autograd.Function):
         return rows.index_select(0, indices)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (indices,) = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (grad,), (indices,) = grad_outputs, ctx.saved_tensors
         # bags of one row
         sizes = [torch.ones(n, dtype=indices.dtype, device=indices.device) for n in (indices.shape[0], ctx.rows)]
         return jagged_index_add(grad.contiguous(), sizes[0], indices, sizes[1], num_rows=ctx.rows), None
@@ -45,7 +45,7 @@ def sorted_index_select(embeddings: Tensor, reverse_indices: Tensor) -> Tensor:
 
 def maybe_sorted_index_select(embeddings: Tensor, indices: Tensor, use_sorted: bool) -> Tensor:
     """`sorted_index_select`, or torch's `index_select` without `use_sorted` and in TorchScript."""
-    if torch.jit.is_scripting():
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
         return embeddings.index_select(0, indices)
     if use_sorted:
         return sorted_index_select(embeddings, indices)

@@ -30,7 +30,7 @@ from shardwise.kernels._op import no_second_derivative, runs_kernel
 
 from ...planner.layout import Shard, TableOptions, validate
 from ..comms.agreement import Facts, agree, facts_of, facts_of_shards
-from ..comms.awaitable import Awaitable, LazyAwaitable
+from ..comms.awaitable import LazyAwaitable
 from ..comms.consensus import send_header
 from ..comms.env import ShardingEnv, get_gradient_division
 from ..comms.exchange import Exchange
@@ -40,14 +40,14 @@ from ..comms.qcomms import codecs_of
 from .dedup import dedup_ids
 from .flags import fault_error, fault_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
-from .id_map import IdMap, id_ranges, pack_mapped, unpack_mapped
+from .id_map import IdMap, id_ranges, pack_mapped
 from .late_weights import finish_weights
 from .reshard import reshard
 from .route import Sending, divide_ahead, raise_with_sizes, route
 from .routes import Routes, Table, plan_routes
 from .settings import output_dtypes
 from .shards import LocalShards
-from .stages import StagedModule, StepContext
+from .stages import StepContext
 from .state import States, publish_weights, take_over, take_weights, weight_holders
 from .step import IDS_RECEIVED, IDS_SENT, LOOKED_UP, Step
 from .tables import Collection, LocalTables, Mark, Stores, facts_of_replicas, tables_of
@@ -62,7 +62,7 @@ from .wire import (
     unpack_sizes,
     unpack_weight_gradients,
 )
-from .writing import WrittenRows, put_rows, start_write, writable_names, write_rows
+from .writing import WritableTables, writable_names
 
 
 class ExchangedLookup(torch.autograd.Function):
@@ -155,7 +155,7 @@ class ExchangedLookup(torch.autograd.Function):
         return None, None, None, *of_weights, *of_tables
 
 
-class ShardedCollection(StagedModule[Step]):
+class ShardedCollection(WritableTables):
     """The engine: holds this rank's tables, and answers a batch together with the other ranks.
 
     Parameters keep the names of the unsharded module; a table of another rank is an empty parameter.
@@ -308,37 +308,6 @@ class ShardedCollection(StagedModule[Step]):
         """Parameters that the backward trains or that other ranks hold: no gradient of theirs is to be reduced."""
         dense = {shard.table for group in self._routes.dense for shard in group.shards}
         return [self.parameter_name(table.name) for table in self._routes.tables if table.name not in dense]
-
-    @property
-    def enable_embedding_update(self) -> bool:
-        """Whether the config of some table lets its rows be written."""
-        return any(config.enable_embedding_update for config in self._configs)
-
-    def write(self, embeddings: KeyedJaggedTensor) -> None:
-        """Write rows into tables whose config has `enable_embedding_update`; all ranks call this together.
-
-        Any rank writes any rows of any table, and may have none: a KJT without keys. Of an id that comes several times
-        the last row counts, by rank and then by place in the batch. Weights alone are written, rounded to the nearest
-        of the table's type: optimizer states of the rows stay.
-
-        Args:
-            embeddings: by output name of a table ids [N] int32 or int64; weights [N, D] are their rows.
-
-        Raises:
-            ValueError, TypeError: a name is no writable table's, rows have another width, an id is outside its table,
-                or the tables have a row store, an id map or replicas (2D). All ranks raise, and nothing is written.
-        """
-        write_rows([self], embeddings)
-
-    def write_dist(  # type: ignore[override]
-        self, ctx: StepContext, embeddings: KeyedJaggedTensor | Exception
-    ) -> Awaitable[Awaitable[list[WrittenRows]]]:
-        """Send what `write` is given to the ranks that hold it: the first wait is for sizes, and raises as `write`."""
-        return start_write(self, embeddings)
-
-    def update(self, ctx: StepContext, dist_input: list[WrittenRows]) -> None:  # type: ignore[override]
-        """Put into this rank's shards what `write_dist` brought."""
-        put_rows(dist_input)
 
     def forward(self, features: KeyedJaggedTensor | Exception) -> Any:
         """The lazy result of this rank's batch, looked up together with the other ranks.
@@ -533,11 +502,6 @@ class ShardedCollection(StagedModule[Step]):
         # a batch that began without gradients gets none: replicated tables do not know the other ranks' ids
         with torch.set_grad_enabled(step.update and torch.is_grad_enabled()):
             return ExchangedLookup.apply(self._anchor, self, step, *weights, *self._dense_parameters)  # type: ignore[no-any-return, no-untyped-call]
-
-    def mapped_rows(self, step: Step) -> list[Tensor]:
-        """[L] the row of each id of each lookup in tables with an id map, where the collection `returns_mapped`."""
-        assert step.mapped is not None
-        return unpack_mapped(step, self._routes, step.mapped.wait())
 
     def dense_rows(self, step: Step) -> dict[int, Tensor]:
         """Rows of each lookup in a table that is trained by its gradient."""

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from shardwise._names import did_you_mean
+from shardwise.embeddings import BaseEmbeddingConfig
 from shardwise.jagged import KeyedJaggedTensor
 
 from ...planner.layout import Shard
 from ..comms.awaitable import Awaitable
 from ..comms.consensus import PendingHeader, send_header
 from ..comms.env import ShardingEnv2D
-from .routes import Routes
+from .stages import StagedModule, StepContext
 from .state import take_over
+from .step import Step
 from .tables import Home
 
 if TYPE_CHECKING:
@@ -91,6 +93,43 @@ class WrittenAwaitable(Awaitable[list[WrittenRows]]):
         ]
 
 
+class WritableTables(StagedModule[Step]):
+    """What a sharded collection has for rows from outside: `write`, and its two halves."""
+
+    _configs: Sequence[BaseEmbeddingConfig]
+
+    @property
+    def enable_embedding_update(self) -> bool:
+        """Whether the config of some table lets its rows be written."""
+        return any(config.enable_embedding_update for config in self._configs)
+
+    def write(self, embeddings: KeyedJaggedTensor) -> None:
+        """Write rows into tables whose config has `enable_embedding_update`; all ranks call this together.
+
+        Any rank writes any rows of any table, and may have none: a KJT without keys. Of an id that comes several times
+        the last row counts, by rank and then by place in the batch. Weights alone are written, rounded to the nearest
+        of the table's type: optimizer states of the rows stay.
+
+        Args:
+            embeddings: by output name of a table ids [N] int32 or int64; weights [N, D] are their rows.
+
+        Raises:
+            ValueError, TypeError: a name is no writable table's, rows have another width, an id is outside its table,
+                or the tables have a row store, an id map or replicas (2D). All ranks raise, and nothing is written.
+        """
+        write_rows([cast("ShardedCollection", self)], embeddings)
+
+    def write_dist(  # type: ignore[override]
+        self, ctx: StepContext, embeddings: KeyedJaggedTensor | Exception
+    ) -> Awaitable[Awaitable[list[WrittenRows]]]:
+        """Send what `write` is given to the ranks that hold it: the first wait is for sizes, and raises as `write`."""
+        return start_write(cast("ShardedCollection", self), embeddings)
+
+    def update(self, ctx: StepContext, dist_input: list[WrittenRows]) -> None:  # type: ignore[override]
+        """Put into this rank's shards what `write_dist` brought."""
+        put_rows(dist_input)
+
+
 # local rows [n] and their values [n, columns] for one shard
 _Part = tuple[Tensor, Tensor]
 
@@ -100,9 +139,11 @@ def start_write(collection: ShardedCollection, embeddings: KeyedJaggedTensor | E
 
     An exception in the place of the batch is raised on all ranks, by the first wait.
     """
-    routes, world = collection._routes, collection._exchange.world_size
-    shards = [_shards_of(routes, rank) for rank in range(world)]
-    parts: list[list[_Part]] = [[] for _ in range(world)]
+    routes = collection._routes
+    # of each rank, in the order of its `homes`
+    groups = [(*serving.groups, *routes.dense) for serving in routes.serving]
+    shards = [[shard for group in of_rank for shard in group.shards] for of_rank in groups]
+    parts: list[list[_Part]] = [[] for _ in shards]
     sizes: Sequence[Sequence[int]] | Exception
     try:
         if isinstance(embeddings, Exception):
@@ -128,7 +169,9 @@ def put_rows(written: Sequence[WrittenRows]) -> None:
     """
     for part in written:
         if part.rows.numel():
-            rows, last = _last_of_each(part.rows)
+            rows, inverse = torch.unique(part.rows, return_inverse=True)
+            places = torch.arange(part.rows.shape[0], device=rows.device)
+            last = torch.zeros_like(rows).scatter_reduce_(0, inverse, places, "amax")
             _, group, number = part.home
             view = group.view(number)
             view[rows] = part.values[last].to(view.dtype)
@@ -173,11 +216,6 @@ def writable_names(collection: ShardedCollection) -> dict[str, int]:
         if config.enable_embedding_update
         for name in names
     }
-
-
-def _shards_of(routes: Routes, rank: int) -> list[Shard]:
-    """The shards of a rank, in the order of its `homes`."""
-    return [shard for group in (*routes.serving[rank].groups, *routes.dense) for shard in group.shards]
 
 
 def _width(shard: Shard) -> int:
@@ -270,10 +308,3 @@ def _require_rows(table: str, size: tuple[int, int], ids: Tensor, rows: Tensor |
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size[0]):
         bad = ids[(ids < 0) | (ids >= size[0])][0]
         raise ValueError(f"table {table!r}: id {int(bad)} is outside [0, {size[0]}): nothing is written")
-
-
-def _last_of_each(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows that occur, and the last place of each."""
-    unique, inverse = torch.unique(rows, return_inverse=True)
-    places = torch.arange(rows.shape[0], device=rows.device)
-    return unique, torch.zeros_like(unique).scatter_reduce_(0, inverse, places, "amax")

@@ -31,7 +31,7 @@ from ...planner.layout import CAPABILITIES, Shard, Span
 from ..comms.awaitable import LazyAwaitable
 from ..comms.env import ShardingEnv, ShardingEnv2D
 from ..engine.collection import ShardedCollection
-from ..engine.id_map import Renewal
+from ..engine.id_map import Renewal, unpack_mapped
 from ..engine.stages import StagedModule, StepContext
 from ..engine.state import (
     Piece,
@@ -240,7 +240,8 @@ class RemappedAwaitable(LazyAwaitable[KeyedJaggedTensor]):
         self._collection, self._step = collection, step
 
     def _wait_impl(self) -> KeyedJaggedTensor:
-        by_lookup = iter(self._collection.mapped_rows(self._step))
+        assert self._step.mapped is not None
+        by_lookup = iter(unpack_mapped(self._step, self._collection._routes, self._step.mapped.wait()))
         features = {config.name: config.feature_names for config in self._collection._configs}
 
         def slots(table: str, ids: JaggedTensor) -> JaggedTensor:
@@ -285,7 +286,7 @@ class ShardedManagedCollisionEmbeddings(
         return rows, self._remapped(cast(StepAwaitable[Any], rows)._step)
 
     def _remapped(self, step: Step) -> LazyAwaitable[KeyedJaggedTensor] | None:
-        collection = cast(ShardedCollection, self._embedding_module)
+        collection = self._embedding_module
         return RemappedAwaitable(collection, step) if collection.returns_mapped else None
 
     def _rows_of(self, slots: KeyedJaggedTensor | Exception) -> LazyAwaitable[Any]:

@@ -266,6 +266,28 @@ def test_a_table_that_is_whole_or_cut_by_columns_has_the_bits_of_one_process(
     assert counted >= 12
 
 
+def uneven() -> KeyedJaggedTensor:
+    """A batch whose features kept 2, 1 and 3 of 4 samples."""
+    lengths = torch.tensor([2, 0, 1, 1, 1, 0])
+    inverse = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [2, 1, 0, 0]])
+    ids = torch.tensor([5, 71, 5, 142, 5, 76][: int(lengths.sum())])
+    strides = [[2], [1], [3]]
+    return KeyedJaggedTensor(
+        ["h", "g", "f"], ids, lengths=lengths, stride_per_key_per_rank=strides,
+        inverse_indices=(["h", "g", "f"], inverse),
+    )  # fmt: skip
+
+
+def mapped_unevenly(pooled: bool) -> Any:
+    """Slots and rows of a batch of uneven features, in eval() after a step."""
+    dmp = sharded(pooled, "mixed")
+    dmp(batch_of(0, *span()))
+    dmp.eval()
+    with torch.no_grad():
+        outputs = dmp(uneven())
+    return outputs, dmp.module.remapped[-1].wait()
+
+
 class Ranges:
     """A table cut into `parts` row shards, in one process: a module and a range of slots for each range of ids."""
 
@@ -342,6 +364,26 @@ def test_row_shards_have_the_slots_of_a_process_for_each_range_of_ids(
     require_slots(ranks, slots)
     for _, shards, *_ in ranks:
         require_pieces(shards, weights)
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
+def test_slots_of_features_with_batch_sizes_of_their_own_come_back(pooled: bool) -> None:
+    """TorchRec refuses such a pooled batch."""
+    model = Net(pooled)
+    maps = model.mc._managed_collision_collection.modules_by_table()
+    ranges = {name: Ranges(maps[name], ROWS[name], 2 if name == "a" else 1) for name in ROWS}
+
+    def slots(table: str, ids: JaggedTensor) -> JaggedTensor:
+        raw = hashed(ids.values(), IDS) if table == "b" else ids.values()
+        return JaggedTensor(ranges[table].slots(table, raw), lengths=ids.lengths())
+
+    change_ids(batch_of(0), model.mc._embedding_module._configs, slots)
+    [module.eval() for table_ranges in ranges.values() for module in table_ranges.modules]
+    expected = change_ids(uneven(), model.mc._embedding_module._configs, slots)
+    for outputs, remapped in run_ranks(2, mapped_unevenly, pooled):
+        assert remapped.keys() == ["f", "g", "h"] and remapped.stride_per_key() == [3, 1, 2]
+        assert torch.equal(remapped.values(), expected.values()) and torch.equal(remapped.lengths(), expected.lengths())
+        assert len(set(remapped.values().tolist())) == 3 and len(outputs) == 3
 
 
 def refused() -> list[str]:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import error_of, run_ranks
+from ranks import error_of, run_ranks, world_group
 from torch import Tensor, nn
 
 from shardwise import (
     DataType,
     DistributedModelParallel,
+    DMPCollection,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -205,7 +206,7 @@ def test_a_model_without_a_writable_table_says_how_to_make_one() -> None:
     table = EmbeddingConfig(4, 4, "t")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="tables .* have no optimizer")
-        model = DistributedModelParallel(EmbeddingCollection([table], device="cpu"), ShardingEnv.from_local(1, 0))
+        model: Any = DistributedModelParallel(EmbeddingCollection([table], device="cpu"), ShardingEnv.from_local(1, 0))
     batch = KeyedJaggedTensor(["t"], torch.tensor([1]), torch.ones(1, 4), lengths=torch.tensor([1]))
     with pytest.raises(RuntimeError, match="no table of the model is writable: set enable_embedding_update=True"):
         model.write(batch)
@@ -224,3 +225,18 @@ def test_rows_behind_a_managed_collision_module_are_not_written() -> None:
     batch = KeyedJaggedTensor(["t"], torch.tensor([1]), torch.ones(1, 4), lengths=torch.tensor([1]))
     with pytest.raises(ValueError, match="table 't': ids behind a managed collision module have no rows to write yet"):
         model.write(batch)
+
+
+def written_twice() -> str:
+    table = EmbeddingConfig(4, 4, "t", enable_embedding_update=True)
+    module = EmbeddingCollection([table], device="cpu")
+    apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+    cut = construct_module_sharding_plan(module, {"t": table_wise(0)}, world_size=1, local_size=1, device_type="cpu")
+    model = DMPCollection(module, "cpu", ShardingPlan({"": cut}), 2, 1, world_group())
+    batch = KeyedJaggedTensor(["t"], torch.tensor([1]), torch.ones(1, 4), lengths=torch.tensor([1]))
+    return error_of(model.write, batch)
+
+
+def test_rows_of_tables_with_replicas_are_not_written() -> None:
+    for error in run_ranks(2, written_twice):
+        assert "rows cannot be written where tables have replicas (2D): a sync would average them away" in error
