@@ -82,7 +82,6 @@ _NOT_SERVED = {
     "total_num_buckets": None,
     "use_virtual_table": False,
     "virtual_table_eviction_policy": None,
-    "enable_embedding_update": False,
     "stash_weights": False,
 }
 
@@ -94,10 +93,11 @@ class BaseEmbeddingConfig:
     `feature_names` defaults to the table's name. Without `init_fn` rows begin uniform in
     [`weight_init_min`, `weight_init_max`], by default +-sqrt(1 / num_embeddings) as in TorchRec. `need_pos`, which
     TorchRec wants for rows split over ranks beneath position weights, changes nothing: weights travel with their ids.
+    `enable_embedding_update` lets `DistributedModelParallel.write` write rows of the sharded table.
 
     Raises:
         ValueError: a size is not positive, the bounds cross, a feature is listed twice, or a field is set that nothing
-            serves: `input_dim` and those after it.
+            serves: `input_dim` and those after it but for `enable_embedding_update`.
     """
 
     num_embeddings: int

@@ -32,6 +32,10 @@ class EmbeddingCollection(TableCollection, SequenceTables):
     Of a batch with inverse indices every feature comes out as the full batch that they describe, rows, lengths and ids;
     without them each keeps its own batch size.
 
+    `use_gather_select`, `use_gather_select_per_sharding` and `use_sorted_select` choose among TorchRec's ways to bring
+    rows in order; here rows are looked up in the order of their ids, and gradients of a row are added in one order, so
+    that they are kept and no bit depends on them.
+
     Raises:
         ValueError: tables differ in `embedding_dim`, share a name, or a config is inconsistent.
 
@@ -51,13 +55,34 @@ class EmbeddingCollection(TableCollection, SequenceTables):
         tables: list[EmbeddingConfig],
         device: torch.device | str | None = None,
         need_indices: bool = False,
+        use_gather_select: bool = False,
+        use_gather_select_per_sharding: dict[str, bool] | None = None,
         *,
+        use_sorted_select: bool = False,
         policy: LookupPolicy = DEFAULT_POLICY,
     ) -> None:
         require_one_dim(tables)
         super().__init__(tables, device, policy)
         self._need_indices = need_indices
+        self._use_gather_select, self._use_sorted_select = use_gather_select, use_sorted_select
+        self._use_gather_select_per_sharding = use_gather_select_per_sharding
         self._embedding_dim = tables[0].embedding_dim if tables else 0
+
+    def use_gather_select(self) -> bool:
+        """As given."""
+        return self._use_gather_select
+
+    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
+        """As given: by sharding type what counts there in the place of `use_gather_select`."""
+        return self._use_gather_select_per_sharding
+
+    def use_sorted_select(self) -> bool:
+        """As given, or set since."""
+        return self._use_sorted_select
+
+    def set_use_sorted_select(self, use_sorted_select: bool) -> None:
+        """Change it."""
+        self._use_sorted_select = use_sorted_select
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Look the batch up.

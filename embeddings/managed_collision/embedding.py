@@ -75,6 +75,14 @@ class BaseManagedCollisionEmbeddingCollection(
         self._renew(self._managed_collision_collection.evict())
         return slots
 
+    def lookup_remapped_lengths_mask(self, features: KeyedJaggedTensor) -> Tensor:
+        """Whether each bag has ids once they are remapped: bool [features of the tables * samples].
+
+        In train() the ids are learned, as by a forward. Raises as a forward's remapping.
+        """
+        slots: KeyedJaggedTensor = self._managed_collision_collection(features)
+        return slots.lengths().to(torch.bool)
+
     def _rows_of(self, slots: KeyedJaggedTensor) -> KeyedTensor | dict[str, JaggedTensor]:
         return self._embedding_module(slots)  # type: ignore[no-any-return]
 

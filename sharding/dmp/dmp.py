@@ -13,6 +13,7 @@ from torch.fx import Proxy
 from torch.fx.proxy import TraceError
 
 from shardwise.embeddings import CombinedOptimizer, optimizer_of
+from shardwise.jagged import KeyedJaggedTensor
 
 from ..comms.agreement import Facts, facts_of_dense
 from ..comms.env import ShardingEnv, default_env
@@ -20,6 +21,7 @@ from ..comms.exchange import hang_up
 from ..comms.watch import watch_over
 from ..engine.reshard import changes_of, reshard_by_plan
 from ..engine.state import check_weights, take_over
+from ..engine.writing import write_rows
 from ..modules.default_sharders import get_default_sharders
 from ..modules.placement import (
     Place,
@@ -265,6 +267,23 @@ class DistributedModelParallel(nn.Module):
         for path, sharded in self._sharded.items():
             check_weights(sharded, inner, f"{path}." if path else "")
         return self.module.load_state_dict(inner, strict)
+
+    def write(self, embeddings: KeyedJaggedTensor) -> None:
+        """Write rows into tables whose config has `enable_embedding_update`; all ranks call this together.
+
+        Arguments and errors as `ShardedCollection.write`; the names may be of tables of several collections, and one
+        that several have is written in all of them.
+
+        Raises:
+            RuntimeError: no table of the model is writable.
+        """
+        writable = [sharded for sharded in self._sharded.values() if sharded.enable_embedding_update]
+        if not writable:
+            raise RuntimeError(
+                "no table of the model is writable: set enable_embedding_update=True in the config of a table"
+            )
+        with self.watched("in write"):
+            write_rows(writable, embeddings)
 
     def reshard(
         self,

@@ -40,14 +40,14 @@ from ..comms.qcomms import codecs_of
 from .dedup import dedup_ids
 from .flags import fault_error, fault_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
-from .id_map import IdMap, id_ranges
+from .id_map import IdMap, id_ranges, pack_mapped
 from .late_weights import finish_weights
 from .reshard import reshard
 from .route import Sending, divide_ahead, raise_with_sizes, route
 from .routes import Routes, Table, plan_routes
 from .settings import output_dtypes
 from .shards import LocalShards
-from .stages import StagedModule, StepContext
+from .stages import StepContext
 from .state import States, publish_weights, take_over, take_weights, weight_holders
 from .step import IDS_RECEIVED, IDS_SENT, LOOKED_UP, Step
 from .tables import Collection, LocalTables, Mark, Stores, facts_of_replicas, tables_of
@@ -62,6 +62,7 @@ from .wire import (
     unpack_sizes,
     unpack_weight_gradients,
 )
+from .writing import WritableTables, writable_names
 
 
 class ExchangedLookup(torch.autograd.Function):
@@ -154,7 +155,7 @@ class ExchangedLookup(torch.autograd.Function):
         return None, None, None, *of_weights, *of_tables
 
 
-class ShardedCollection(StagedModule[Step]):
+class ShardedCollection(WritableTables):
     """The engine: holds this rank's tables, and answers a batch together with the other ranks.
 
     Parameters keep the names of the unsharded module; a table of another rank is an empty parameter.
@@ -164,6 +165,8 @@ class ShardedCollection(StagedModule[Step]):
     _awaitable: type[Any]
     # whether it has the ids too
     _need_indices = False
+    # whether ranks are told the rows that their ids found in tables with an id map; the same on all ranks
+    returns_mapped = False
 
     def __init__(
         self,
@@ -234,6 +237,7 @@ class ShardedCollection(StagedModule[Step]):
             "tables": str([table.name for table in tables]), "pooled": str(self._pooled),
             "per-id weights": str(self._weighted), "dedup": str(self._dedup), "codec of rows": str(self._codec),
             "codec of gradients": str(self._codec_back), "ranks of a host": str(routes.local_size),
+            "names that are written": str(list(writable_names(self))),
         }  # fmt: skip
         for table in tables:
             facts |= facts_of(table, f"table {table.name!r}")
@@ -425,6 +429,9 @@ class ShardedCollection(StagedModule[Step]):
         unpack_ids(step, None if step.ids is None else step.ids.wait())
         if self._id_maps:
             self.shards.translate(step, self._id_maps)
+        if self.returns_mapped:
+            rows = pack_mapped(step, self._routes, self._env.rank)
+            step.mapped = self._exchange.numbers(rows, step.returned_from, step.returned_to)
         step.phase = IDS_RECEIVED
 
     def prefetch(
@@ -486,6 +493,9 @@ class ShardedCollection(StagedModule[Step]):
         """The second half of a forward, but for its form: `ExchangedLookup` of what was looked up."""
         if step.phase < LOOKED_UP:
             self.look_up(step)
+        if step.mapped is not None:
+            # it is here before the rows, also for those who do not ask for it
+            step.mapped.wait()
         weights = [step.sent_weights]
         for batch in step.replicated[: len(self._routes.replicas)]:
             weights.append(batch.weights)

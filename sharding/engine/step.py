@@ -90,6 +90,8 @@ class Step:
     arrived_lengths: list[Tensor] = field(init=False)
     # rows of tables with an id map that begin anew before the lookup, by table and rows of the shard
     renewals: dict[tuple[str, Span], Renewal] = field(default_factory=dict)
+    # rows of this rank's ids in tables with an id map, on their way back, where they are wanted
+    mapped: Pending | None = None
 
     # LOOKED_UP, or prefetched: by group the slots of its ids, and what holds them there until the update
     leases: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
@@ -106,8 +108,9 @@ class Step:
     def settle(self) -> None:
         """Wait for what travels, without a look at it; on the stream that sent it, to whose memory it returns."""
         self.header.pending.wait()
-        if self.ids is not None:
-            self.ids.wait()
+        for pending in (self.ids, self.mapped):
+            if pending is not None:
+                pending.wait()
 
     def release_sent(self) -> None:
         """Let what was sent go, once the ids of all ranks are here: only sizes are asked for later."""

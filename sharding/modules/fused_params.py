@@ -41,6 +41,16 @@ _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "PARTIAL_ROWWISE_ADAM": (PartialRowWiseAdam, _MOMENTS),
     "PARTIAL_ROWWISE_LAMB": (PartialRowWiseLAMB, _MOMENTS),
 }
+# those that are known and have no rule, and why
+_WHOLE_TABLES = "it mixes all rows of a table every few steps, and a rule changes rows that were looked up alone"
+_UNSERVED_OPTIMIZERS = {
+    "NONE": 'for gradients alone give the plan compute_kernel "dense", and the parameters to an optimizer',
+    "ENSEMBLE_ROWWISE_ADAGRAD": _WHOLE_TABLES,
+    "EMAINPLACE_ROWWISE_ADAGRAD": _WHOLE_TABLES,
+    **dict.fromkeys(
+        ("ROWWISE_WEIGHTED_ADAGRAD", "MADGRAD", "SHAMPOO", "SHAMPOO_V2"), "FBGEMM does not serve it either"
+    ),
+}
 _COMMON = (
     *("lr", "weight_decay", "weight_decay_mode", "stochastic_rounding", "seed"),
     *("gradient_clipping", "max_gradient"),
@@ -135,9 +145,10 @@ def settings_from(fused_params: Mapping[str, Any], *, stacklevel: int = 2) -> Fu
         # FBGEMM's enum, its name or its value
         name = str(getattr(asked, "name", asked)).upper().removeprefix("EXACT_").replace("ROW_WISE", "ROWWISE")
         if name not in _OPTIMIZERS:
-            instead = "; for gradients alone replicate the tables, without an optimizer" if name == "NONE" else ""
+            reason = _UNSERVED_OPTIMIZERS.get(name)
             raise ValueError(
-                f"fused_params: optimizer {asked!r} is not served; these are: {', '.join(_OPTIMIZERS)}{instead}"
+                f"fused_params: optimizer {asked!r} is not served{f' ({reason})' if reason else ''}; these are:"
+                f" {', '.join(_OPTIMIZERS)}"
             )
         kind, reads = _OPTIMIZERS[name]
     unread = {setting: value for setting, value in given.items() if setting not in (*reads, *_COMMON)}

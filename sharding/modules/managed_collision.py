@@ -8,10 +8,11 @@ ids [0, input_size) evenly, and each maps its part to its own rows, as if it wer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from shardwise.embeddings import BaseEmbeddingConfig
 from shardwise.embeddings.managed_collision import (
@@ -30,7 +31,7 @@ from ...planner.layout import CAPABILITIES, Shard, Span
 from ..comms.awaitable import LazyAwaitable
 from ..comms.env import ShardingEnv, ShardingEnv2D
 from ..engine.collection import ShardedCollection
-from ..engine.id_map import Renewal
+from ..engine.id_map import Renewal, unpack_mapped
 from ..engine.stages import StagedModule, StepContext
 from ..engine.state import (
     Piece,
@@ -38,9 +39,11 @@ from ..engine.state import (
     publish,
     take,
 )
+from ..engine.step import Step
 from ..plan.module_sharder import ModuleSharder, require_type
 from ..plan.plan import ParameterSharding, ShardingType
 from .nested import Nested, _sharder_of
+from .sharded_collections import StepAwaitable
 from .sharders import BaseEmbeddingSharder, CollectionSharder, EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 
 # of a module's state, what is not a number per slot
@@ -227,13 +230,38 @@ class ShardedManagedCollisionCollection(nn.Module):
                 yield table, f"_managed_collision_modules.{table}.{name}", self.value(table, name)
 
 
-class ShardedManagedCollisionEmbeddings(BehindMaps[LazyAwaitable[Any], None], Nested):
+class RemappedAwaitable(LazyAwaitable[KeyedJaggedTensor]):
+    """The slots of a batch's ids, on their way back from the ranks that hold their tables."""
+
+    awaited_type = KeyedJaggedTensor
+
+    def __init__(self, collection: ShardedCollection, step: Step) -> None:
+        super().__init__()
+        self._collection, self._step = collection, step
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        assert self._step.mapped is not None
+        by_lookup = iter(unpack_mapped(self._step, self._collection._routes, self._step.mapped.wait()))
+        features = {config.name: config.feature_names for config in self._collection._configs}
+
+        def slots(table: str, ids: JaggedTensor) -> JaggedTensor:
+            rows = torch.cat([next(by_lookup) for _ in features[table]])
+            return JaggedTensor(rows.to(ids.values().dtype), lengths=ids.lengths())
+
+        return change_ids(self._step.given, self._collection._configs, slots)
+
+
+class ShardedManagedCollisionEmbeddings(
+    BehindMaps[LazyAwaitable[Any], LazyAwaitable[KeyedJaggedTensor] | None], Nested
+):
     """A managed collision embedding (bag) collection whose tables and maps are sharded: same inputs and names.
 
-    Its output is a pair too: what is to come, and None. Ids leave as they are, or hashed, and find their slots where
-    their table is. An error takes the place of a batch, so that no rank waits for this one.
+    Its output is a pair too: what is to come, and the remapped ids that are to come, or None. Ids leave as they are, or
+    hashed, and find their slots where their table is; with `return_remapped_features` the slots travel back, numbered
+    as rows of the whole table. An error takes the place of a batch, so that no rank waits for this one.
     """
 
+    # those of the unsharded forward, which has them before its lookup
     _return_remapped_features = False
 
     def __init__(
@@ -245,7 +273,21 @@ class ShardedManagedCollisionEmbeddings(BehindMaps[LazyAwaitable[Any], None], Ne
         super().__init__()
         self._managed_collision_collection = maps
         self._embedding_module = collection
+        collection.returns_mapped = module._return_remapped_features
         self.train(module.training)
+
+    def forward(
+        self, features: Any, mutate_miss_lengths: bool = True
+    ) -> tuple[LazyAwaitable[Any], LazyAwaitable[KeyedJaggedTensor] | None]:
+        """Look the batch up, together with the other ranks. Raises as `ShardedCollection.forward`."""
+        if isinstance(features, Proxy):
+            return super().forward(features, mutate_miss_lengths)
+        rows, _ = super().forward(features, mutate_miss_lengths)
+        return rows, self._remapped(cast(StepAwaitable[Any], rows)._step)
+
+    def _remapped(self, step: Step) -> LazyAwaitable[KeyedJaggedTensor] | None:
+        collection = self._embedding_module
+        return RemappedAwaitable(collection, step) if collection.returns_mapped else None
 
     def _rows_of(self, slots: KeyedJaggedTensor | Exception) -> LazyAwaitable[Any]:
         return self._embedding_module(slots)  # type: ignore[no-any-return]
@@ -267,9 +309,11 @@ class ShardedManagedCollisionEmbeddings(BehindMaps[LazyAwaitable[Any], None], Ne
         """Route this rank's batch and tell all ranks its sizes; its ids find their slots where their table is."""
         return super().start(self._remap(features))
 
-    def output_dist(self, ctx: StepContext, output: list[Any]) -> tuple[LazyAwaitable[Any], None]:
-        """What is to come, and None."""
-        return super().output_dist(ctx, output), None
+    def output_dist(
+        self, ctx: StepContext, output: list[Any]
+    ) -> tuple[LazyAwaitable[Any], LazyAwaitable[KeyedJaggedTensor] | None]:
+        """What is to come, and the remapped ids, or None."""
+        return super().output_dist(ctx, output), self._remapped(output[0])
 
 
 class ShardedManagedCollisionEmbeddingBagCollection(ShardedManagedCollisionEmbeddings):
@@ -380,14 +424,9 @@ class _ManagedCollisionSharder(CollectionSharder[C]):
 
         Raises:
             TypeError: the module is not of class `module_type`.
-            ValueError: the plan does not fit the module, it is to return remapped features, or `env` has replicas.
+            ValueError: the plan does not fit the module, or `env` has replicas.
         """
         require_type(self, module)
-        if module._return_remapped_features:
-            raise ValueError(
-                f"{type(module).__name__}: return_remapped_features=True is not served where tables are sharded: slots"
-                " stay on the ranks that hold them; leave it False"
-            )
         if isinstance(env, ShardingEnv2D):
             raise ValueError(
                 f"{type(module).__name__}: replicas (2D) give slots to ids of their own batches, so their rows cannot"

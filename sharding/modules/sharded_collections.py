@@ -91,7 +91,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def read_later(self, step: Step) -> tuple[str, ...]:
         """Which tensors of its batch a step that was started still reads: all others may be freed."""
-        return ()
+        return ("values", "weights", "lengths", "offsets") if self.returns_mapped else ()
 
     def finish(self, step: Step) -> KeyedTensor:
         """The result of a batch, the second half of its forward.
@@ -147,6 +147,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def read_later(self, step: Step) -> tuple[str, ...]:
         """As `ShardedEmbeddingBagCollection.read_later`."""
+        if self.returns_mapped:
+            return ("values", "weights", "lengths", "offsets")
         reads_ids = self._need_indices or step.given.inverse_indices_or_none() is not None
         return ("values", "lengths", "offsets") if reads_ids else ("lengths", "offsets")
 

@@ -7,6 +7,7 @@ sharder whose `module_type` is your class to say that the collection's forward w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -59,6 +60,8 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
             setting that the optimizer does not read, and one about caches and storage, has no effect: a warning names
             it.
         qcomm_codecs_registry: as `ModuleSharder`.
+        sharded_module_order_overwrite: sharding types, in the order in which TorchRec looks them up. Here tables of
+            all types travel in one exchange, so that it has no effect: a warning says so.
 
     Raises:
         ValueError: the optimizer has no fused rule, a setting would change numbers and is not served, or a value is
@@ -70,8 +73,11 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         self,
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: Mapping[str, Any] | None = None,
+        sharded_module_order_overwrite: list[str] | None = None,
     ) -> None:
         super().__init__(qcomm_codecs_registry)
+        _warn_of_order(sharded_module_order_overwrite)
+        self._sharded_module_order_overwrite = sharded_module_order_overwrite
         self._fused_params = fused_params
         self._settings = settings_from(fused_params or {}, stacklevel=2)
         self._default_optimizer = self._settings.optimizer
@@ -159,6 +165,24 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         return made
 
 
+def _warn_of_order(types: Sequence[str] | None) -> None:
+    """Say of an order of sharding types that it has no effect.
+
+    Raises:
+        ValueError: one is no sharding type, in capitals or not.
+    """
+    if types is None:
+        return
+    known = [kind.value for kind in ShardingType]
+    unknown = [kind for kind in types if str(kind).lower() not in known]
+    if isinstance(types, str) or unknown:
+        raise ValueError(f"sharded_module_order_overwrite must be a list of {', '.join(known)}, got {types!r}")
+    warnings.warn(
+        "sharded_module_order_overwrite has no effect: tables of all sharding types travel in one exchange",
+        stacklevel=3,
+    )
+
+
 class CollectionSharder(BaseEmbeddingSharder[M]):
     """A sharder that says by attributes what it shards, and what comes of it."""
 
@@ -224,13 +248,14 @@ class _BringsOptimizer(CollectionSharder[M]):
         self,
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: Mapping[str, Any] | None = None,
+        sharded_module_order_overwrite: list[str] | None = None,
     ) -> None:
         if fused_params:
             raise ValueError(
                 f"{type(self).__name__}: fused_params {dict(fused_params)} have no effect: "
                 "the collection has its optimizer"
             )
-        super().__init__(fused_params, qcomm_codecs_registry)
+        super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
 
 
 class FusedEmbeddingBagCollectionSharder(_BringsOptimizer[FusedEmbeddingBagCollection]):

@@ -462,6 +462,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.modules.regroup": {
         "shardwise.jagged": "KTRegroupAsDict",
     },
+    "torchrec.modules.sorted_index_select": {
+        "shardwise.embeddings.collections.sorted_select": "maybe_sorted_index_select sorted_index_select",
+    },
     "torchrec.optim": {
         "torchrec.optim.apply_optimizer_in_backward": "apply_optimizer_in_backward",
         "torchrec.optim.keyed": "CombinedOptimizer KeyedOptimizer KeyedOptimizerWrapper OptimizerWrapper",

@@ -225,7 +225,6 @@ def test_config_fields_are_torchrecs_in_its_order() -> None:
         ("total_num_buckets", 8),
         ("use_virtual_table", True),
         ("virtual_table_eviction_policy", object()),
-        ("enable_embedding_update", True),
         ("stash_weights", True),
     ],
 )

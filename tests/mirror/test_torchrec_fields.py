@@ -111,16 +111,29 @@ def looked_up(kind: Any, made: Any, **settings: Any) -> Any:
     return numbers([dict(module.state_dict()), values, [tuple(buffer.shape) for buffer in served.buffers()]])
 
 
+def written(kind: Any, made: Any, **settings: Any) -> Any:
+    """Whether rows can be written into a sharded table of this config."""
+    module = made([kind(10, 8, "t", feature_names=["f"], **settings)], device="cpu")
+    cut = construct_module_sharding_plan(module, {"t": table_wise(0)}, world_size=1, device_type="cpu")
+    model = DistributedModelParallel(module, ShardingEnv.from_local(1, 0), plan=ShardingPlan({"": cut}))
+    try:
+        model.write(KeyedJaggedTensor(["f"], torch.tensor([1]), torch.ones(1, 8), lengths=torch.tensor([1])))
+    except RuntimeError:
+        return "refused"
+    return numbers(dict(model.state_dict()))
+
+
 def of_config(kind: Any, made: Any) -> dict[str, Probe]:
     values: dict[str, Any] = {
         "num_embeddings": 12, "embedding_dim": 16, "name": "u", "data_type": DataType.BF16, "feature_names": ["g"],
         "weight_init_max": 0.01, "weight_init_min": 0.01, "num_embeddings_post_pruning": 4, "init_fn": nn.init.ones_,
         "input_dim": 8, "total_num_buckets": 2, "use_virtual_table": True, "virtual_table_eviction_policy": 1,
-        "enable_embedding_update": True, "stash_weights": True,
+        "stash_weights": True,
     }  # fmt: skip
     if kind is EmbeddingBagConfig:
         values["pooling"] = PoolingType.MEAN
-    return {name: Probe(partial(looked_up, kind, made), value) for name, value in values.items()}
+    probes = {name: Probe(partial(looked_up, kind, made), value) for name, value in values.items()}
+    return {**probes, "enable_embedding_update": Probe(partial(written, kind, made), True)}
 
 
 def quantized(**settings: Any) -> Any:

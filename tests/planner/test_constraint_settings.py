@@ -78,7 +78,7 @@ def test_every_field_says_what_becomes_of_it() -> None:
     # of a table's config: read, or refused where it is made
     read = (
         "num_embeddings", "embedding_dim", "name", "data_type", "feature_names", "weight_init_max", "weight_init_min",
-        "num_embeddings_post_pruning", "init_fn", "need_pos", "pooling",
+        "num_embeddings_post_pruning", "init_fn", "need_pos", "pooling", "enable_embedding_update",
     )  # fmt: skip
     known = {field.name for kind in (EmbeddingBagConfig, EmbeddingConfig) for field in fields(kind)}
     assert known == {*read, *_NOT_SERVED} and {field.name for field in fields(BaseEmbeddingConfig)} <= known

@@ -392,6 +392,17 @@ def test_rows_are_looked_up_by_slot_and_come_as_a_pair(pooled: bool) -> None:
             assert torch.equal(values[0], values[1]) and torch.equal(values[0], values[2])
 
 
+def test_a_mask_says_which_bags_have_ids_and_their_ids_are_learned() -> None:
+    module, other = build(pooled=True), build(pooled=True)
+    for step in range(3):
+        features = features_of(step)
+        mask = module.lookup_remapped_lengths_mask(features)
+        other._managed_collision_collection(features)
+        assert mask.tolist() == [length > 0 for key in ("f", "g", "h") for length in features[key].lengths().tolist()]
+    states = [one._managed_collision_collection.state_dict() for one in (module, other)]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items()) and not mask.all()
+
+
 PREFIXES = {"_managed_collision_collection._managed_collision_modules", "_embedding_module.embedding_bags"}
 
 

@@ -300,7 +300,7 @@ def test_what_fused_params_do_not_do_is_said_once_by_name() -> None:
     [
         (
             lambda: EmbeddingBagCollectionSharder({"optimizer": EmbOptimType.SHAMPOO}),
-            "fused_params: optimizer .*SHAMPOO.* is not served; these are: SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM",
+            "fused_params: optimizer .*SHAMPOO.* is not served .nor does FBGEMM serve it.; these are: SGD, ADAGRAD",
         ),
         (
             lambda: EmbeddingBagCollectionSharder({"learning_rate": -1}),
@@ -322,3 +322,13 @@ def test_sharders_say_what_they_make() -> None:
     assert EmbeddingBagCollectionSharder().sharded_module_type.__name__ == "ShardedEmbeddingBagCollection"
     assert EmbeddingCollectionSharder().sharded_module_type.__name__ == "ShardedEmbeddingCollection"
     assert [sharder.module_type for sharder in TRAINS] == list(MODULES)
+
+
+@pytest.mark.parametrize("kind", [EmbeddingBagCollectionSharder, FusedEmbeddingCollectionSharder])
+def test_an_order_of_sharding_types_has_no_effect_and_says_so(kind: Any) -> None:
+    """It was an unknown argument."""
+    with pytest.warns(UserWarning, match="sharded_module_order_overwrite has no effect: tables of all sharding types"):
+        kind(None, None, ["ROW_WISE", "table_wise"])
+    for wrong in (["rows"], "row_wise"):
+        with pytest.raises(ValueError, match="sharded_module_order_overwrite must be a list of data_parallel, .*, got"):
+            kind(sharded_module_order_overwrite=wrong)

@@ -81,10 +81,12 @@ class Net(nn.Module):
         }
         make: Any = ManagedCollisionEmbeddingBagCollection if pooled else ManagedCollisionEmbeddingCollection
         self.mc = make(collection, ManagedCollisionCollection(modules, tables), **settings)
+        # slots of each batch, if they are returned
+        self.remapped: list[Any] = []
 
     def forward(self, features: KeyedJaggedTensor) -> list[Tensor]:
         output, remapped = self.mc(features)
-        assert remapped is None
+        self.remapped.append(remapped)
         return [value if isinstance(value, Tensor) else value.values() for value in (output[name] for name in "fgh")]
 
 
@@ -166,7 +168,7 @@ def states_by_name(fused: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def sharded(pooled: bool, strategy: str) -> Any:
-    model = Net(pooled)
+    model = Net(pooled, return_remapped_features=True)
     dmp = DistributedModelParallel(model, plan=plan_of(model, strategy))
     assert isinstance(model.mc, ShardedManagedCollisionEmbeddings)
     return dmp
@@ -176,16 +178,37 @@ def trained(pooled: bool, strategy: str, reload: int | None) -> Any:
     """Outputs of a rank in each step, its state, and the optimizer's; at `reload` another model goes on."""
     dmp, world = sharded(pooled, strategy), dist.get_world_size()
     outputs = steps_of(dmp, pooled, range(reload or STEPS), span(), world)
+    slots = bags_of(dmp.module.remapped)
     if reload is not None:
         torch.manual_seed(99)
         other = sharded(pooled, strategy)
         # its maps have seen another batch
         other(batch_of(50, *span()))
+        other.module.remapped.clear()
         other.load_state_dict(dmp.state_dict())
         other.fused_optimizer.load_state_dict(dmp.fused_optimizer.state_dict())
         dmp = other
         outputs += steps_of(dmp, pooled, range(reload, STEPS), span(), world)
-    return outputs, pieces_of(dmp.state_dict()), pieces_of(states_by_name(dmp.fused_optimizer))
+        slots += bags_of(dmp.module.remapped)
+    return outputs, pieces_of(dmp.state_dict()), pieces_of(states_by_name(dmp.fused_optimizer)), slots
+
+
+def bags_of(batches: Sequence[KeyedJaggedTensor]) -> list[dict[str, list[list[int]]]]:
+    """The ids of each bag, by key."""
+    assert all(isinstance(batch, KeyedJaggedTensor) for batch in batches)
+    return [
+        {key: [ids.tolist() for ids in batch[key].to_dense()] for key in batch.keys()}  # noqa: SIM118
+        for batch in batches
+    ]
+
+
+def require_slots(ranks: Sequence[Any], whole: Sequence[KeyedJaggedTensor]) -> None:
+    """The remapped ids of each rank are those of its samples in one process, key by key in the order of the tables."""
+    per_rank, expected = SAMPLES // len(ranks), bags_of(whole)
+    assert len(expected) == STEPS + 1 and list(expected[0]) == ["f", "g", "h"]
+    for rank, (*_, slots) in enumerate(ranks):
+        begin, end = rank * per_rank, (rank + 1) * per_rank
+        assert slots == [{key: bags[begin:end] for key, bags in batch.items()} for batch in expected]
 
 
 def require_pieces(pieces: dict[str, Any], whole: dict[str, Tensor]) -> int:
@@ -203,11 +226,12 @@ def require_pieces(pieces: dict[str, Any], whole: dict[str, Tensor]) -> int:
     return count
 
 
-def alone(pooled: bool) -> tuple[list[list[Tensor]], dict[str, Tensor], dict[str, Tensor]]:
-    model = Net(pooled)
+def alone(pooled: bool) -> tuple[list[list[Tensor]], dict[str, Tensor], dict[str, Tensor], list[KeyedJaggedTensor]]:
+    model = Net(pooled, return_remapped_features=True)
     outputs = steps_of(model, pooled, range(STEPS), (0, SAMPLES))
     collection = model.mc._embedding_module
-    return outputs, model.state_dict(), states_by_name(collection.fused_optimizer(), "mc._embedding_module.")
+    states = states_by_name(collection.fused_optimizer(), "mc._embedding_module.")
+    return outputs, model.state_dict(), states, model.remapped
 
 
 def require_outputs(ranks: Sequence[Any], outputs: list[list[Tensor]], pooled: bool, tolerance: float = 0.0) -> None:
@@ -231,14 +255,37 @@ def require_outputs(ranks: Sequence[Any], outputs: list[list[Tensor]], pooled: b
 def test_a_table_that_is_whole_or_cut_by_columns_has_the_bits_of_one_process(
     strategy: str, world: int, reload: int | None, pooled: bool
 ) -> None:
-    outputs, weights, states = alone(pooled)
+    outputs, weights, states, slots = alone(pooled)
     counted, ranks = 0, run_ranks(world, trained, pooled, strategy, reload)
     require_outputs(ranks, outputs, pooled)
-    for _, shards, fused in ranks:
+    require_slots(ranks, slots)
+    for _, shards, fused, _ in ranks:
         assert set(shards) <= set(weights)
         assert {name for name in weights if "_mch" in name or name.endswith("weight")} <= set(shards)
         counted += require_pieces(shards, weights) + require_pieces(fused, states)
     assert counted >= 12
+
+
+def uneven() -> KeyedJaggedTensor:
+    """A batch whose features kept 2, 1 and 3 of 4 samples."""
+    lengths = torch.tensor([2, 0, 1, 1, 1, 0])
+    inverse = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [2, 1, 0, 0]])
+    ids = torch.tensor([5, 71, 5, 142, 5, 76][: int(lengths.sum())])
+    strides = [[2], [1], [3]]
+    return KeyedJaggedTensor(
+        ["h", "g", "f"], ids, lengths=lengths, stride_per_key_per_rank=strides,
+        inverse_indices=(["h", "g", "f"], inverse),
+    )  # fmt: skip
+
+
+def mapped_unevenly(pooled: bool) -> Any:
+    """Slots and rows of a batch of uneven features, in eval() after a step."""
+    dmp = sharded(pooled, "mixed")
+    dmp(batch_of(0, *span()))
+    dmp.eval()
+    with torch.no_grad():
+        outputs = dmp(uneven())
+    return outputs, dmp.module.remapped[-1].wait()
 
 
 class Ranges:
@@ -268,8 +315,10 @@ class Ranges:
         return evictions
 
 
-def alone_in_ranges(pooled: bool, parts: dict[str, int]) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    model, outputs = Net(pooled), []
+def alone_in_ranges(
+    pooled: bool, parts: dict[str, int]
+) -> tuple[list[list[Tensor]], dict[str, Tensor], list[KeyedJaggedTensor]]:
+    model, outputs, remapped = Net(pooled), [], []
     maps, collection = model.mc._managed_collision_collection.modules_by_table(), model.mc._embedding_module
     ranges = {name: Ranges(maps[name], ROWS[name], parts[name]) for name in ROWS}
     for step in range(STEPS + 1):
@@ -281,6 +330,7 @@ def alone_in_ranges(pooled: bool, parts: dict[str, int]) -> tuple[list[list[Tens
             return JaggedTensor(ranges[table].slots(table, raw), lengths=ids.lengths())
 
         batch = change_ids(batch_of(step), collection._configs, slots)
+        remapped.append(batch)
         for config in collection._configs:
             for low, evicted, count in ranges[config.name].evictions():
                 collection.renew_rows(config.name, evicted, fresh_rows(config, evicted.numel(), count, first_row=low))
@@ -295,7 +345,7 @@ def alone_in_ranges(pooled: bool, parts: dict[str, int]) -> tuple[list[list[Tens
             values = [module.state_dict()[key] for module in table_ranges.modules]
             joined = torch.cat(values) if key.startswith("_mch") else values[0]
             state[f"mc._managed_collision_collection._managed_collision_modules.{name}.{key}"] = joined
-    return outputs, state
+    return outputs, state, remapped
 
 
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
@@ -307,12 +357,33 @@ def test_row_shards_have_the_slots_of_a_process_for_each_range_of_ids(
     strategy: str, world: int, reload: int | None, pooled: bool
 ) -> None:
     parts = {"a": world, "b": world if strategy == "row_wise" else 1}
-    outputs, weights = alone_in_ranges(pooled, parts)
+    outputs, weights, slots = alone_in_ranges(pooled, parts)
     ranks = run_ranks(world, trained, pooled, strategy, reload)
     # a bag whose ids lie on several ranks is added in another order
     require_outputs(ranks, outputs, pooled, 1e-6 if pooled else 0.0)
-    for _, shards, _ in ranks:
+    require_slots(ranks, slots)
+    for _, shards, *_ in ranks:
         require_pieces(shards, weights)
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "sequence"])
+def test_slots_of_features_with_batch_sizes_of_their_own_come_back(pooled: bool) -> None:
+    """TorchRec refuses such a pooled batch."""
+    model = Net(pooled)
+    maps = model.mc._managed_collision_collection.modules_by_table()
+    ranges = {name: Ranges(maps[name], ROWS[name], 2 if name == "a" else 1) for name in ROWS}
+
+    def slots(table: str, ids: JaggedTensor) -> JaggedTensor:
+        raw = hashed(ids.values(), IDS) if table == "b" else ids.values()
+        return JaggedTensor(ranges[table].slots(table, raw), lengths=ids.lengths())
+
+    change_ids(batch_of(0), model.mc._embedding_module._configs, slots)
+    [module.eval() for table_ranges in ranges.values() for module in table_ranges.modules]
+    expected = change_ids(uneven(), model.mc._embedding_module._configs, slots)
+    for outputs, remapped in run_ranks(2, mapped_unevenly, pooled):
+        assert remapped.keys() == ["f", "g", "h"] and remapped.stride_per_key() == [3, 1, 2]
+        assert torch.equal(remapped.values(), expected.values()) and torch.equal(remapped.lengths(), expected.lengths())
+        assert len(set(remapped.values().tolist())) == 3 and len(outputs) == 3
 
 
 def refused() -> list[str]:
@@ -328,7 +399,6 @@ def refused() -> list[str]:
         return DistributedModelParallel(model, plan=plan_of(model, strategy))
 
     attempt(lambda: shard("data_parallel"))
-    attempt(lambda: shard("table_wise", return_remapped_features=True))
     learned = Net(True)
     learned(batch_of(0))
     attempt(lambda: shard("row_wise", learned))
@@ -347,10 +417,9 @@ def refused() -> list[str]:
 def test_what_ranks_cannot_do_is_refused_by_name() -> None:
     for errors in run_ranks(2, refused):
         assert "table 'a': an id map gives out rows of one rank, but every rank holds them" in errors[0]
-        assert "return_remapped_features=True is not served where tables are sharded" in errors[1]
-        assert "table 'a': its managed collision module has learned ids" in errors[2]
-        assert "rank 1: " in errors[3] and f"is outside [0, {IDS})" in errors[3]
-        assert "its collection was sharded or quantized without it" in errors[4]
+        assert "table 'a': its managed collision module has learned ids" in errors[1]
+        assert "rank 1: " in errors[2] and f"is outside [0, {IDS})" in errors[2]
+        assert "its collection was sharded or quantized without it" in errors[3]
 
 
 def test_every_default_list_of_sharders_has_those_of_managed_collision() -> None:
@@ -374,9 +443,9 @@ def test_the_planner_plans_it() -> None:
         assert set(kinds) <= {"table_wise", "column_wise", "table_column_wise", "row_wise"}
 
 
-def piped(pipeline: str, evaluated: Sequence[int] = ()) -> tuple[list[Tensor], dict[str, Any]]:
-    """Losses and state of a net trained by a plain loop or a pipeline, and in eval() in some steps."""
-    model = Net(True)
+def piped(pipeline: str, evaluated: Sequence[int] = ()) -> tuple[list[Tensor], dict[str, Any], Any]:
+    """Losses, state and slots of a net trained by a plain loop or a pipeline, and in eval() in some steps."""
+    model = Net(True, return_remapped_features=True)
     # without a hash the module takes what the batch has, and its ids leave ahead
     for module in model.mc._managed_collision_collection.modules_by_table().values():
         module._input_hash_func = None
@@ -403,7 +472,7 @@ def piped(pipeline: str, evaluated: Sequence[int] = ()) -> tuple[list[Tensor], d
         for step in range(len(batches)):
             dmp.train(step not in evaluated)
             losses.append(steps.progress(source))
-    return losses, pieces_of(dmp.state_dict())
+    return losses, pieces_of(dmp.state_dict()), bags_of(model.remapped)
 
 
 @pytest.mark.parametrize("evaluated", [(), (2, 4)])
@@ -413,8 +482,10 @@ def test_pipelines_train_to_the_bits_of_a_plain_loop(evaluated: tuple[int, ...])
     """
     plain = run_ranks(2, piped, "plain", evaluated)
     for pipeline in ("sparse", "prefetch"):
-        for (losses, state), (expected, weights) in zip(run_ranks(2, piped, pipeline, evaluated), plain, strict=True):
+        ranks = run_ranks(2, piped, pipeline, evaluated)
+        for (losses, state, slots), (expected, weights, expected_slots) in zip(ranks, plain, strict=True):
             assert torch.equal(torch.stack(losses), torch.stack(expected))
+            assert slots == expected_slots and len(slots) == STEPS
             for name, parts in state.items():
                 assert all(torch.equal(a, b) for (_, a), (_, b) in zip(parts, weights[name], strict=True))
 
