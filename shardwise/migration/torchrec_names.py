@@ -484,6 +484,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "state_dict_all_gather_keys state_dict_gather state_dict_to_device"
         ),
     },
+    "torchrec.models.cuda_graph_utils": {
+        "shardwise.models.cuda_graphs": "build_dlrm build_ebc collect_outputs generate_batch",
+    },
     "torchrec.models.deepfm": {
         "shardwise.models.deepfm": "DenseArch OverArch SparseArch",
         "shardwise.models": "FMInteractionArch SimpleDeepFMNN SimpleDeepFMNNWrapper",
@@ -493,6 +496,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "DLRMTrain DLRMWrapper DLRM_Projection DenseArch InteractionArch InteractionDCNArch "
             "InteractionProjectionArch OverArch SparseArch choose DLRM DLRM_DCN"
         ),
+    },
+    "torchrec.models.experimental.transformerdlrm": {
+        "shardwise.models": "DLRM_Transformer InteractionTransformerArch",
     },
     "torchrec.modules.activation": {
         "shardwise.models": "SwishLayerNorm",
