@@ -55,7 +55,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "torchrec.distributed.embedding": {
-        "shardwise.sharding.modules.sharders": "EmbeddingCollectionSharder",
+        "shardwise.sharding.modules.sharders": "EmbeddingCollectionSharder get_ec_index_dedup set_ec_index_dedup",
         "shardwise.sharding.modules.sharded_collections": "EmbeddingCollectionAwaitable ShardedEmbeddingCollection",
     },
     "torchrec.distributed.embedding_lookup": {
@@ -619,8 +619,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.quant.utils": {
         "shardwise.quant": "meta_to_cpu_placement",
+        "shardwise.sharding.quant.inspect": "populate_fx_names recursive_populate_fx_names",
     },
     "torchrec.sparse.jagged_tensor": {
+        "shardwise.jagged.tracing": "JaggedTensorMeta",
         "shardwise.jagged": (
             "ComputeJTDictToKJT ComputeKJTToJTDict JaggedTensor KeyedJaggedTensor KeyedTensor flatten_kjt_list "
             "jt_is_equal kjt_is_equal permute_multi_embedding regroup_kts unflatten_kjt_list"
@@ -637,6 +639,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.types": {
         "shardwise.embeddings": "DataType",
+        "shardwise.sharding.dmp.unwrap": "CopyMixIn ModuleCopyMixin ModuleNoCopyMixin",
     },
 }
 
