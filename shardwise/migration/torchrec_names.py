@@ -470,6 +470,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.fx.tracer": {
         "shardwise.sharding.dmp.tracing": "Tracer symbolic_trace",
     },
+    "torchrec.inference.model_packager": {
+        "shardwise.inference.packages": (
+            "CONFIG_MODULE LOADER_CODE LOADER_FACTORY LOADER_MODULE PredictFactoryPackager load_config_text "
+            "load_pickle_config"
+        ),
+    },
     "torchrec.inference.modules": {
         "shardwise.inference.quantize": (
             "quantize_embeddings quantize_feature quantize_inference_model set_pruning_data "
