@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 from .predict import PredictFactory
 
 if TYPE_CHECKING:
-    from torch.package import Importer, PackageExporter, PackageImporter
+    from torch.package.importer import Importer
+    from torch.package.package_exporter import PackageExporter
+    from torch.package.package_importer import PackageImporter
 
 T = TypeVar("T")
 
@@ -110,7 +112,8 @@ class PredictFactoryPackager:
             TypeError: an extra file is neither text nor bytes.
             ValueError: the class is of a program's own file, which is `__main__` and nothing that can be imported.
         """
-        from torch.package import PackageExporter, sys_importer
+        from torch.package.importer import sys_importer
+        from torch.package.package_exporter import PackageExporter
 
         module = predict_factory.__module__
         if module == "__main__":
@@ -122,9 +125,8 @@ class PredictFactoryPackager:
             if not isinstance(content, str | bytes):
                 raise TypeError(f"extra file {name!r} must be text or bytes, got {type(content).__name__}")
         code = loader_code.replace("%PACKAGE%", module).replace("%CLASS%", predict_factory.__name__)
-        with PackageExporter(
-            output, importer=sys_importer if package_importer is None else package_importer
-        ) as package:
+        importer = sys_importer if package_importer is None else package_importer
+        with PackageExporter(output, importer=importer) as package:
             package.extern(_EXTERN)
             cls.set_extern_modules(package)
             cls.set_mocked_modules(package)

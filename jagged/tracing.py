@@ -34,8 +34,9 @@ class JaggedTensorMeta(ABCMeta):
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(name, bases, namespace, **kwargs)
-        if cls.__new__ is object.__new__:
-            cls.__new__ = staticmethod(_recorded_or_made)  # type: ignore[assignment, method-assign]
+        inherited: Any = cls.__new__
+        if inherited is object.__new__:
+            type.__setattr__(cls, "__new__", staticmethod(_recorded_or_made))
 
 
 class Traceable(metaclass=JaggedTensorMeta):

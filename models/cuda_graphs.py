@@ -71,6 +71,6 @@ def collect_outputs(model: DLRM, batches: Iterable[tuple[Tensor, KeyedJaggedTens
     """The logits of each batch, in memory of their own: a graph writes into the same buffers every time."""
     outputs = []
     for dense, sparse in batches:
-        torch.compiler.cudagraph_mark_step_begin()
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         outputs.append(model(dense_features=dense, sparse_features=sparse).detach().clone())
     return outputs

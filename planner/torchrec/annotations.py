@@ -158,8 +158,7 @@ def formula_of(config: Any, formula: str, sharding_type: str | None = None) -> C
 def decorated_names(config: Any) -> list[str]:
     """Names of a config's decorated methods, in alphabetical order."""
     own = [name for name, value in vars(config).items() if hasattr(value, _MARK)]
-    kind: Hashable = type(config)
-    return sorted({*own, *_marked(kind)})
+    return sorted({*own, *_marked(cast(Hashable, type(config)))})
 
 
 @cache

@@ -92,7 +92,6 @@ class PerfCoefficientConfig:
         return self.default if own is None else own
 
 
-# in the order of the fields
 _BY_TYPE = ("table_wise", "row_wise", "table_row_wise", "data_parallel", "column_wise")
 
 
@@ -131,8 +130,9 @@ class HardwarePerfConfig:
     def coefficients(self) -> PerfCoefficientConfig:
         """Those that were set, else those of decorated methods."""
         if self._coefficients is None:
-            self._coefficients = PerfCoefficientConfig(*map(self._decorated, _BY_TYPE))
-            self._coefficients.prefetch = get_prefetch_coefficient(self)
+            self._coefficients = PerfCoefficientConfig(prefetch=get_prefetch_coefficient(self))
+            for kind in _BY_TYPE:
+                setattr(self._coefficients, kind, self._decorated(kind))
         return self._coefficients
 
     @coefficients.setter

@@ -281,7 +281,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.planner.storage_reservations": {
         "shardwise.planner.torchrec.reservations": (
             "FixedAbsoluteStorageReservation FixedPercentageStorageReservation HeuristicalStorageReservation "
-            "InferenceStorageReservation StorageReservationType"
+            "InferenceStorageReservation SKUAwareStorageReservation StorageReservationType"
         ),
     },
     "torchrec.distributed.planner.types": {

@@ -51,6 +51,10 @@ RENAMED = {
 PRIVATE = {"torchrec.distributed.shard._shard_modules"}
 
 
+# of 1.9, which nothing has released
+LATER = {"torchrec.distributed.planner.storage_reservations.SKUAwareStorageReservation"}
+
+
 @pytest.mark.parametrize(("path", "name"), ENTRIES, ids=[f"{path}.{name}" for path, name in ENTRIES])
 def test_the_entry_leads_to_our_name(path: str, name: str) -> None:
     module = import_module(path.replace("torchrec", "shardwise.torchrec", 1))
@@ -88,7 +92,7 @@ def test_every_entry_is_a_name_of_torchrec() -> None:
         listed = name in known.get(path, set()) or (name.isupper() and path in known)
         if not listed and not (elsewhere and name in everything):
             unknown.append(f"{path}.{name}")
-    assert set(unknown) == RENAMED | PRIVATE
+    assert set(unknown) == RENAMED | PRIVATE | LATER
 
 
 def test_constants_of_datasets_have_upstreams_values() -> None:

@@ -84,8 +84,9 @@ def test_the_transformers_logits_and_gradients_are_torchrecs() -> None:
 
 def encoded(arch: InteractionTransformerArch, vectors: Tensor) -> Tensor:
     """Attention is all you need, section 3, layer by layer: [S, N, D] -> [S, N, D], over S by each of `nhead` heads."""
-    for layer in arch.interarch_TE.layers:
-        attention: Any = layer.self_attn
+    layers: Any = arch.interarch_TE.layers
+    for layer in layers:
+        attention = layer.self_attn
         dim = vectors.shape[2] // arch.nhead
         projected = vectors @ attention.in_proj_weight.T + attention.in_proj_bias
         heads = []
@@ -148,7 +149,7 @@ class Graphs:
 @pytest.mark.parametrize("kind", [DLRM, DLRM_DCN, DLRM_Transformer], ids=lambda kind: kind.__name__)
 def test_compiled_dense_layers_give_the_same_logits_and_gradients(kind: type[DLRM]) -> None:
     torch.manual_seed(0)
-    more: dict[str, int] = {
+    more: dict[str, Any] = {
         DLRM: {}, DLRM_DCN: {"dcn_num_layers": 2, "dcn_low_rank_dim": 3}, DLRM_Transformer: {"nhead": 2},
     }[kind]  # fmt: skip
     eager = kind(EmbeddingBagCollection(bag_tables(ROWS, 4)), 3, [5, 4], [6, 1], **more).eval()
@@ -185,7 +186,7 @@ def test_torchs_own_compiler_gives_the_same_logits() -> None:
     """Half a minute of C++; there are no CUDA graphs on a CPU, and the mode that asks for them compiles without."""
     torch.manual_seed(0)
     device = torch.device("cpu")
-    sizes = {"num_sparse_features": 2, "num_embeddings": 10, "dense_in_features": 3}
+    sizes: dict[str, Any] = {"num_sparse_features": 2, "num_embeddings": 10, "dense_in_features": 3}
     model = build_dlrm(device, embedding_dim=8, over_arch_layer_sizes=(4, 1), **sizes)
     batches = [generate_batch(device, batch_size=4, pooling_factor=2, **sizes) for _ in range(2)]
     expected = collect_outputs(model, batches)
@@ -208,7 +209,7 @@ class OneBuffer(nn.Module):
 def test_outputs_of_a_measurement_are_those_of_the_model_and_stay() -> None:
     torch.manual_seed(0)
     device = torch.device("cpu")
-    sizes = {"num_sparse_features": 3, "num_embeddings": 10, "dense_in_features": 5}
+    sizes: dict[str, Any] = {"num_sparse_features": 3, "num_embeddings": 10, "dense_in_features": 5}
     model = build_dlrm(device, embedding_dim=8, **sizes)
     batches = [generate_batch(device, batch_size=4, pooling_factor=2, **sizes) for _ in range(2)]
     dense, sparse = batches[0]

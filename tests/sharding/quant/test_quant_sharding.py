@@ -366,7 +366,8 @@ def test_a_model_can_be_moved_and_emptied() -> None:
     assert same_bits(emptied(batch()), wanted)
     assert same_bits(model.to("cpu")(batch()), wanted)
     # a plan says where tables are
-    assert model.copy(torch.device("meta")) is model
+    itself: Any = model
+    assert itself.copy(torch.device("meta")) is model
 
 
 class OwnCopy(nn.Linear, CopyMixIn):
@@ -384,7 +385,7 @@ class Stays(nn.Linear, ModuleNoCopyMixin):
 
 def test_a_module_says_itself_what_its_copy_is() -> None:
     """TorchRec's mixins: what has none of them moves tensors of one device."""
-    model = nn.ModuleDict({"inner": nn.Sequential(OwnCopy(2, 2), Moves(2, 2), Stays(2, 2), nn.Linear(2, 2))})
+    model: Any = nn.ModuleDict({"inner": nn.Sequential(OwnCopy(2, 2), Moves(2, 2), Stays(2, 2), nn.Linear(2, 2))})
     model.register_buffer("here", torch.ones(1))
     copied: Any = copy_to_device(model, CPU, torch.device("meta"))
     own, moves, stays, plain = copied["inner"]
