@@ -132,8 +132,10 @@ class PredictFactoryPackager:
             cls.set_mocked_modules(package)
             package.intern("**")
             for name, content in extra_files.items():
-                save = package.save_text if isinstance(content, str) else package.save_binary
-                save("extra_files", name, content)
+                if isinstance(content, str):
+                    package.save_text("extra_files", name, content)
+                else:
+                    package.save_binary("extra_files", name, content)
             package.save_source_string(LOADER_MODULE, (_INSTALL if _is_aliased() else "") + code)
             for name, config in configs.items():
                 if isinstance(config, str):
