@@ -6,6 +6,7 @@ module, whichever tracer runs. A recorded program does then what the eager one d
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,17 +19,31 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from .scripting import Unscripted
 
 
-class Traceable:
+def _recorded_or_made(cls: type, *args: Any, **kwargs: Any) -> Any:
+    if is_fx_symbolic_tracing():
+        for proxy in _proxies((args, kwargs)):
+            return proxy.tracer.create_proxy("call_function", cls, args, kwargs)
+    return object.__new__(cls)
+
+
+class JaggedTensorMeta(ABCMeta):
+    """The class of the jagged types: `torch.fx` records the construction of its classes from proxies.
+
+    A class of it with a `__new__` of its own says itself what is recorded.
+    """
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> None:
+        super().__init__(name, bases, namespace, **kwargs)
+        inherited: Any = cls.__new__
+        if inherited is object.__new__:
+            type.__setattr__(cls, "__new__", staticmethod(_recorded_or_made))
+
+
+class Traceable(metaclass=JaggedTensorMeta):
     """A type whose construction from proxies `torch.fx` records instead of running it, and TorchScript refuses."""
 
     __torch_script_interface__ = Unscripted("torch.jit.annotations")
     _jit_override_qualname = Unscripted("torch.jit._state")
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if is_fx_symbolic_tracing():
-            for proxy in _proxies((args, kwargs)):
-                return proxy.tracer.create_proxy("call_function", cls, args, kwargs)
-        return object.__new__(cls)
 
 
 class OneNode:

@@ -17,6 +17,7 @@ from .dlrm_interactions import (
 from .lazy import LazyModuleExtensionMixin, lazy_apply
 from .metrics import auc, log_loss, normalized_entropy
 from .mlp import MLP, Perceptron, SwishLayerNorm
+from .transformer import DLRM_Transformer, InteractionTransformerArch
 
 __all__ = [
     "DLRM",
@@ -26,6 +27,7 @@ __all__ = [
     "DLRMTrain",
     "DLRMWrapper",
     "DLRM_Projection",
+    "DLRM_Transformer",
     "DeepFM",
     "DenseArch",
     "FMInteractionArch",
@@ -33,6 +35,7 @@ __all__ = [
     "InteractionArch",
     "InteractionDCNArch",
     "InteractionProjectionArch",
+    "InteractionTransformerArch",
     "LazyModuleExtensionMixin",
     "LowRankCrossNet",
     "LowRankMixtureCrossNet",

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
         Topology,
     )
     from .torchrec.enumerators import EmbeddingEnumerator
-    from .torchrec.estimators import EmbeddingOffloadStats, EmbeddingPerfEstimator, EmbeddingStorageEstimator
     from .torchrec.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner, SortBy
+    from .torchrec.perf_estimators import EmbeddingPerfEstimator
     from .torchrec.perf_models import NoopPerfModel, NoopStorageModel
     from .torchrec.proposers import (
         DynamicProgrammingProposer,
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         ShardingOption,
     )
     from .torchrec.stats import EmbeddingStats, NoopEmbeddingStats
+    from .torchrec.storage_estimators import EmbeddingOffloadStats, EmbeddingStorageEstimator
     from .torchrec.topology_factory import TopologyFactory
     from .torchrec.types import (
         Enumerator,
@@ -146,10 +147,10 @@ _HOME = {
     "DynamicProgrammingProposer": "torchrec.proposers",
     "EmbeddingEnumerator": "torchrec.enumerators",
     "EmbeddingOffloadScaleupProposer": "torchrec.proposers",
-    "EmbeddingOffloadStats": "torchrec.estimators",
-    "EmbeddingPerfEstimator": "torchrec.estimators",
+    "EmbeddingOffloadStats": "torchrec.storage_estimators",
+    "EmbeddingPerfEstimator": "torchrec.perf_estimators",
     "EmbeddingStats": "torchrec.stats",
-    "EmbeddingStorageEstimator": "torchrec.estimators",
+    "EmbeddingStorageEstimator": "torchrec.storage_estimators",
     "Enumerator": "torchrec.types",
     "Feature": "tables",
     "FixedAbsoluteStorageReservation": "torchrec.reservations",

@@ -7,6 +7,7 @@ no time for distributing input, so the part "input_comms" is 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,18 +24,22 @@ from ..torchrec.enumerators import (
     row_shares,
     sharding_types,
 )
-from ..torchrec.estimators import (
+from ..torchrec.evaluators import TRAINING_EVALUATORS
+from ..torchrec.hardware import EmbeddingPerfEstimatorConfig
+from ..torchrec.shard_context import ShardPerfContext
+from ..torchrec.sharding_option import PipelineType
+from ..torchrec.storage_estimators import (
     Keeping,
     Lookups,
-    element_bytes,
     l1_bytes,
     lookups_of_batch,
-    shard_perf,
     shard_storage,
 )
-from ..torchrec.sharding_option import PipelineType
+from ..torchrec.utils import element_bytes
 from .ways import Way
 
+# for every machine the same formulas
+_AS_TORCHREC = EmbeddingPerfEstimatorConfig()
 _FIELDS = {
     "prefetch": "prefetch_compute",
     "fwd_compute": "fwd_compute",
@@ -125,7 +130,8 @@ class TorchRecCost:
                 f"table {table.name!r}: kernel {way.compute_kernel!r} has no known bandwidth on"
                 f" {machine.compute_device}"
             )
-        lookups, kept = self._lookups(table, way, constraint), _keeping(table, way, constraint)
+        lookups, kept = self._lookups(table, constraint), _keeping(table, way, constraint)
+        context, evaluator = self._context(table, way, speed), TRAINING_EVALUATORS[way.sharding_type]
         shape = len(way.widths), way.span
         parts, hbm, ddr = np.zeros((len(PARTS), *shape)), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         # shards of one size cost the same
@@ -133,9 +139,8 @@ class TorchRecCost:
             blocks = np.array(way.widths) == width
             for rows in dict.fromkeys(way.rows):
                 where = np.ix_(blocks, np.array(way.rows) == rows)
-                parts[(slice(None), *where)] = _parts(
-                    shard_perf(machine, way.sharding_type, lookups, speed, rows, width)
-                )[:, None, None]
+                perf = evaluator.compute_perf(replace(context, hash_size=rows, emb_dim=width), _AS_TORCHREC)
+                parts[(slice(None), *where)] = _parts(perf)[:, None, None]
                 storage = shard_storage(
                     way.sharding_type, machine.compute_device, machine.world_size, machine.intra_group_size, lookups,
                     kept, rows, width, pipeline=self._pipeline,
@@ -143,22 +148,55 @@ class TorchRecCost:
                 hbm[where], ddr[where] = storage.hbm, storage.ddr
         return Choice(way.sharding_type, way.compute_kernel, way.widths, parts, hbm, ddr, way.one_host)
 
-    def _lookups(self, table: Table, way: Way, constraint: ParameterConstraints | None) -> Lookups:
+    def _lookups(self, table: Table, constraint: ParameterConstraints | None) -> Lookups:
+        ids, outputs = lookups_of_batch(*self._of_features(table), table.pooled)
+        own = table.element_bytes
+        output = element_bytes(constraint.output_dtype) if constraint and constraint.output_dtype else own
+        return Lookups(ids, outputs, table.pooled, own, output)
+
+    def _of_features(self, table: Table) -> tuple[list[float], list[float], list[int]]:
+        """Pooling factors, numbers of poolings and batch sizes."""
         # TorchRec takes a table of which nothing is known for one with one id a sample
         features = table.features or (Feature(table.name),)
-        ids, outputs = lookups_of_batch(
+        return (
             [f.pooling_factor for f in features],
             [f.num_poolings for f in features],
             [f.batch_size or self._batch_size for f in features],
-            table.pooled,
         )
-        own, missed = table.element_bytes, 0.0
+
+    def _context(self, table: Table, way: Way, speed: float) -> ShardPerfContext:
+        machine, constraint = self._topology, self._constraints.get(table.name)
         cache = constraint.cache_params if constraint else None
         stats, ratio = (cache.stats, cache.load_factor) if cache else (None, None)
-        if stats is not None and ratio is not None and way.compute_kernel == "fused_uvm_caching":
-            missed = stats.expected_miss_rate(ratio) * stats.expected_lookups
-        output = element_bytes(constraint.output_dtype) if constraint and constraint.output_dtype else own
-        return Lookups(ids, outputs, table.pooled, table.weighted, own, (own, own), (own, own), output, missed)
+        is_cached = stats is not None and ratio is not None
+        pooling_factors, num_poolings, batch_sizes = self._of_features(table)
+        own = table.element_bytes
+        return ShardPerfContext(
+            sharding_type=way.sharding_type,
+            compute_kernel=way.compute_kernel,
+            batch_sizes=batch_sizes,
+            num_poolings=num_poolings,
+            input_lengths=pooling_factors,
+            world_size=machine.world_size,
+            local_world_size=machine.local_world_size,
+            intra_group_size=machine.intra_group_size,
+            table_data_type_size=own,
+            fwd_a2a_comm_data_type_size=own,
+            bwd_a2a_comm_data_type_size=own,
+            fwd_sr_comm_data_type_size=own,
+            bwd_sr_comm_data_type_size=own,
+            device_bw=speed,
+            hbm_to_ddr_mem_bw=machine.hbm_to_ddr_mem_bw,
+            comms_bandwidths=machine.comms_bandwidths,
+            is_weighted=table.weighted,
+            is_pooled=table.pooled,
+            bwd_compute_multiplier=machine.bwd_compute_multiplier,
+            weighted_feature_bwd_compute_multiplier=machine.weighted_feature_bwd_compute_multiplier,
+            caching_ratio=ratio,
+            table_name=table.name,
+            cache_stats_expected_lookups=stats.expected_lookups if is_cached and stats else None,
+            expected_miss_rate=stats.expected_miss_rate(ratio) if is_cached and stats and ratio is not None else None,
+        )
 
 
 def _keeping(table: Table, way: Way, constraint: ParameterConstraints | None) -> Keeping:

@@ -15,8 +15,9 @@ from typing import Any
 from ..constants import MIN_CW_DIM, POOLING_FACTOR
 from ..constraints import ParameterConstraints
 from ..topology import Topology
-from .estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
+from .perf_estimators import EmbeddingPerfEstimator
 from .sharding_option import PartitionByType, Shard, SharderDataMap, ShardingOption
+from .storage_estimators import EmbeddingStorageEstimator
 from .types import Enumerator, ShardEstimator
 from .utils import build_sharder_data_map, sharder_name
 
@@ -27,7 +28,7 @@ _PLAIN_TYPES = ("data_parallel", "table_wise", "column_wise", "row_wise")
 # kernels that nobody gets without asking
 GUARDED_KERNELS = ("key_value", "ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table")
 # types that a table with a feature processor gets only if a constraint asks
-GUARDED_TYPES_OF_PROCESSED = ("row_wise", "table_row_wise", "grid_shard")
+GUARDED_TYPES_OF_PROCESSED = frozenset({"row_wise", "table_row_wise", "grid_shard"})
 _PARTITION_BY = {
     "table_wise": PartitionByType.DEVICE,
     "column_wise": PartitionByType.DEVICE,

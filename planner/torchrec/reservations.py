@@ -261,6 +261,77 @@ class HeuristicalStorageReservation(_Guess):
         super().__init__(percentage, parameter_multiplier, dense_tensor_estimate)
 
 
+class SKUAwareStorageReservation(_Reservation):
+    """TorchRec's guess for jobs that run on one kind of device today and on another tomorrow, of TorchRec 1.9.
+
+    As `HeuristicalStorageReservation`, but the reserve is a number of bytes, whatever device memory there is.
+
+    Args:
+        margin_bytes: the reserve: a share of the memory of the device that the job was tuned on, say.
+        runtime_overhead_bytes: of drivers, communication and allocators on the device.
+        parameter_multiplier: how often a dense parameter is there.
+        model_base_bytes: instead of margin and dense layers, where somebody measured them.
+        dense_tensor_estimate: bytes of all that is dense, instead of the parameters.
+
+    Raises:
+        ValueError: a number of bytes is negative.
+    """
+
+    _requires_rest = True
+
+    def __init__(
+        self,
+        margin_bytes: int,
+        runtime_overhead_bytes: int = 0,
+        parameter_multiplier: float = 6.0,
+        model_base_bytes: int | None = None,
+        dense_tensor_estimate: int | None = None,
+    ) -> None:
+        sizes = {
+            "margin_bytes": margin_bytes, "runtime_overhead_bytes": runtime_overhead_bytes,
+            "model_base_bytes": model_base_bytes, "dense_tensor_estimate": dense_tensor_estimate,
+        }  # fmt: skip
+        for name, size in sizes.items():
+            if size is not None and size < 0:
+                raise ValueError(f"{name} must be 0 or more, got {size}")
+        super().__init__(percentage=0.0)
+        self._margin_bytes, self._runtime_overhead_bytes = margin_bytes, runtime_overhead_bytes
+        self._parameter_multiplier, self._dense_tensor_estimate = parameter_multiplier, dense_tensor_estimate
+        self._model_base_bytes = model_base_bytes
+
+    def _keep(self, reserved: Topology, module: Any, inputs: Inputs) -> None:
+        measured = self._model_base_bytes
+        base = self._margin_bytes if measured is None else measured
+        for device in reserved.devices:
+            device.storage.hbm = max(0, device.storage.hbm - base - self._runtime_overhead_bytes)
+        dense = self._dense_tensor_estimate or _dense_bytes(module, inputs.modules, self._parameter_multiplier)
+        # a measured base has the dense layers in it
+        self._dense_storage = _on(reserved.compute_device, dense if measured is None else 0)
+        self._kjt_storage = _ids_storage(reserved, inputs, _TORCHREC_BATCHES)
+        _take(reserved, self._dense_storage)
+        _take(reserved, self._kjt_storage)
+
+    def _require_rest(self, topology: Topology, reserved: Topology, batch_size: int) -> None:
+        tier = "ddr" if reserved.compute_device == "cpu" else "hbm"
+        for device in reserved.devices:
+            if getattr(device.storage, tier) <= 0:
+                raise PlannerError(
+                    f"rank {device.rank} has no memory left for tables: {self} leave nothing of"
+                    f" {storage_repr_in_gb(topology.devices[device.rank].storage)}. Reduce the batch ({batch_size}),"
+                    " margin_bytes, model_base_bytes or runtime_overhead_bytes, say what dense layers really take"
+                    " (dense_tensor_estimate), or take devices with more memory",
+                    PlannerErrorType.INSUFFICIENT_STORAGE,
+                )
+
+    def __str__(self) -> str:
+        measured = self._model_base_bytes
+        base = f"{self._margin_bytes / 1024**3:.4g} GiB of margin and dense layers {_size(self._dense_storage)}"
+        if measured is not None:
+            base = f"{measured / 1024**3:.4g} GiB of the model"
+        overhead = f"{self._runtime_overhead_bytes / 1024**3:.4g} GiB of overhead"
+        return f"{base}, {overhead}, inputs {_size(self._kjt_storage)}"
+
+
 class InferenceStorageReservation(_Guess):
     """TorchRec's guess for serving: a share of device memory, dense parameters once, and one batch of ids.
 

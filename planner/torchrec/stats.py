@@ -23,14 +23,14 @@ import numpy.typing as npt
 
 from ..constraints import ParameterConstraints
 from ..topology import Perf, Storage, Topology
-from .estimators import (
+from .sharding_option import SharderDataMap, ShardingOption
+from .storage_estimators import (
     Lookups,
     batch_bytes,
     lookups_of_batch,
     optimizer_multiplier,
     optimizer_name,
 )
-from .sharding_option import SharderDataMap, ShardingOption
 from .types import CriticalPathEstimate, Enumerator, PlanDebugStats, Stats, StorageReservation
 from .utils import (
     _find_imbalance_tables,
@@ -128,7 +128,7 @@ def shard_io_bytes(
     ids, outputs = lookups_of_batch(option.input_lengths, num_poolings, batch_sizes, option.is_pooled)
     element = float(option.tensor.element_size())
     # what is exchanged counts in the table's own type here, whatever a codec makes of it
-    lookups = Lookups(ids, outputs, option.is_pooled, False, element, (element, element), (element, element), element)
+    lookups = Lookups(ids, outputs, option.is_pooled, element, element)
     return [
         batch_bytes(
             option.sharding_type, topology.world_size, topology.intra_group_size, lookups, shard.size[0], shard.size[1]

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..constants import NUM_POOLINGS
 from ..constraints import ParameterConstraints
+from ..tables import ELEMENT_BYTES
 from ..topology import Storage, placement as placement
 from .sharding_option import SharderData, SharderDataMap, ShardingOption, StorageUsageType
 
@@ -95,6 +96,25 @@ def is_prefetch_pipelined(sharding_option: ShardingOption, sharder_data: Sharder
     """Are cached rows fetched ahead, as the option or else its sharder says?"""
     own = sharding_option.cache_params.prefetch_pipeline if sharding_option.cache_params else None
     return bool(own or sharder_data.fused_params.get("prefetch_pipeline", False))
+
+
+def element_bytes(data_type: Any) -> float:
+    """Bytes of an element of a `DataType`, ours or TorchRec's."""
+    return {known.value: size for known, size in ELEMENT_BYTES.items()}[data_type.value]
+
+
+def is_weighted(sharding_option: ShardingOption, constraint: ParameterConstraints | None) -> bool:
+    """Are the rows of its bags weighted, as the option or else its constraint says? A feature processor weights."""
+    weighted = sharding_option.is_weighted
+    if weighted is None:
+        weighted = constraint is not None and constraint.is_weighted
+    return bool(weighted or sharding_option.has_feature_processor)
+
+
+def caching_ratio_of(sharding_option: ShardingOption, sharder_data: SharderData) -> float | None:
+    """Share of the rows that a cache holds, as the option or else its sharder says; None where neither does."""
+    own = sharding_option.cache_load_factor
+    return own if own is not None else sharder_data.fused_params.get("cache_load_factor")
 
 
 def extract_comm_data_type_size(

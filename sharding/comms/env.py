@@ -234,6 +234,23 @@ class ShardingEnv2D(ShardingEnv):
         """How many replicas of the tables there are."""
         return self.global_world_size // self.world_size
 
+    def remap_rank(self, rank: int, sharding_type: Any) -> int:
+        """The place in its sharding group of one of all ranks, whatever group that is.
+
+        Args:
+            sharding_type: table_wise, column_wise or grid_shard, as a `ShardingType` or by value.
+
+        Raises:
+            ValueError: it is another type, or there is no such rank.
+        """
+        kind = getattr(sharding_type, "value", sharding_type)
+        if kind not in ("table_wise", "column_wise", "grid_shard"):
+            raise ValueError(f"remap_rank is for table_wise, column_wise and grid_shard, got {kind!r}")
+        if not 0 <= rank < self.global_world_size:
+            raise ValueError(f"rank must be one of {self.global_world_size}, got {rank}")
+        # consecutive ranks are a group, or ranks that stand as far apart as there are groups
+        return rank % self.world_size if self.use_inter_host_allreduce else rank // self.num_sharding_groups()
+
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """All ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -101,12 +102,52 @@ class sharded_model_copy:  # noqa: N801  a name of TorchRec's
         self._saved.clear()
 
 
+class CopyMixIn:
+    """A module that `copy_to_device` does not move: it asks for its copy on the device by `copy`."""
+
+    @abstractmethod
+    def copy(self, device: torch.device) -> nn.Module:
+        """What stands for this module in the copy of a model; it may be the module, which is a copy already."""
+
+
+class ModuleCopyMixin(CopyMixIn):
+    """A module that moves as a whole to the device of a copy, from whatever device."""
+
+    def copy(self, device: torch.device) -> nn.Module:
+        """This module, moved."""
+        assert isinstance(self, nn.Module)
+        return self.to(device)
+
+
+class ModuleNoCopyMixin(CopyMixIn):
+    """A module that stays where it is in a copy of its model."""
+
+    def copy(self, device: torch.device) -> nn.Module:
+        """This module, as it is."""
+        assert isinstance(self, nn.Module)
+        return self
+
+
 def copy_to_device(module: nn.Module, current_device: torch.device, to_device: torch.device) -> nn.Module:
-    """A copy of a model whose tensors on `current_device` are moved to `to_device`; it shares the others."""
+    """A copy of a model whose tensors on `current_device` are moved to `to_device`; it shares the others.
+
+    A `CopyMixIn` in it says itself what its copy is.
+    """
     with sharded_model_copy(device=None):
         copied = copy.deepcopy(module)
-    copied._apply(lambda tensor: tensor.to(to_device) if tensor.device == current_device else tensor)  # type: ignore[no-untyped-call]
-    return copied
+    return _moved(copied, lambda tensor: tensor.to(to_device) if tensor.device == current_device else tensor, to_device)
+
+
+def _moved(module: nn.Module, move: Callable[[Tensor], Tensor], device: torch.device) -> nn.Module:
+    if isinstance(module, CopyMixIn):
+        return module.copy(device)
+    if not any(isinstance(child, CopyMixIn) for child in module.modules()):
+        return module._apply(move)  # type: ignore[no-untyped-call, no-any-return]
+    children = {name: _moved(child, move, device) for name, child in module.named_children()}
+    module._apply(move, recurse=False)  # type: ignore[no-untyped-call]
+    for name, child in children.items():
+        setattr(module, name, child)
+    return module
 
 
 class CopyableMixin(nn.Module):

@@ -207,12 +207,36 @@ class EmbeddingBagCollectionSharder(CollectionSharder[EmbeddingBagCollection]):
     _sharded_type = ShardedEmbeddingBagCollection
 
 
+# what `set_ec_index_dedup` was given
+_dedup_for_all = False
+
+
+def set_ec_index_dedup(val: bool) -> None:
+    """Have all `EmbeddingCollection`s that are sharded from now on in this process send each id of a batch once.
+
+    TorchRec deprecates it for `EmbeddingCollectionSharder(use_index_dedup=...)`, as a DeprecationWarning says.
+    """
+    global _dedup_for_all
+    warnings.warn(
+        "set_ec_index_dedup: EmbeddingCollectionSharder(use_index_dedup=...) says it for its own modules",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    _dedup_for_all = bool(val)
+
+
+def get_ec_index_dedup() -> bool:
+    """What `set_ec_index_dedup` was given last; False before."""
+    return _dedup_for_all
+
+
 class EmbeddingCollectionSharder(CollectionSharder[EmbeddingCollection]):
     """The sharder of `EmbeddingCollection`.
 
     Args:
         fused_params, qcomm_codecs_registry: as `BaseEmbeddingSharder`.
-        use_index_dedup: send each id of a batch once, whatever number of times it occurs.
+        use_index_dedup: send each id of a batch once, whatever number of times it occurs; `set_ec_index_dedup(True)`
+            has all sharders do so.
     """
 
     _module_type = EmbeddingCollection
@@ -238,7 +262,8 @@ class EmbeddingCollectionSharder(CollectionSharder[EmbeddingCollection]):
         dedup: bool = False,
         id_maps: Mapping[str, IdMap] | None = None,
     ) -> ShardedCollection:
-        return super()._build(module, shards, env, device, options, dedup=self._use_index_dedup, id_maps=id_maps)
+        dedup = self._use_index_dedup or get_ec_index_dedup()
+        return super()._build(module, shards, env, device, options, dedup=dedup, id_maps=id_maps)
 
 
 class _BringsOptimizer(CollectionSharder[M]):

@@ -15,7 +15,7 @@ from shardwise.planner.plan.planned import Planned
 from shardwise.planner.search.problem import PARTS, Choice
 from shardwise.planner.tables import Table
 from shardwise.planner.topology import Perf, Storage, Topology
-from shardwise.planner.torchrec.enumerators import get_partition_by_type
+from shardwise.planner.torchrec.enumerators import GUARDED_KERNELS, get_partition_by_type
 from shardwise.planner.torchrec.sharding_option import Shard, ShardingOption
 from shardwise.planner.torchrec.types import PlanLoader
 
@@ -30,6 +30,8 @@ from ..plan.plan import (
     ShardingType,
 )
 
+# what `GUARDED_KERNELS` are to TorchRec's programs; the enumerator reads that, so nothing can be added here
+GUARDED_COMPUTE_KERNELS = frozenset(map(EmbeddingComputeKernel, GUARDED_KERNELS))
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 # kernels with a cache, of which a share of the rows is in device memory
 _CACHED = ("fused_uvm_caching", "quant_uvm_caching")

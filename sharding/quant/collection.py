@@ -167,6 +167,10 @@ class ShardedQuantizedCollection(TableModule, ShardedModule[ServedBatch, FoundRo
         """Where outputs are."""
         return self._tables.home
 
+    def copy(self, device: torch.device) -> nn.Module:
+        """This module itself: the plan says where its tables are; `copy_to_device` copies a model."""
+        return self
+
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
         """The class of the quantized collection."""

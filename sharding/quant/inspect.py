@@ -44,6 +44,29 @@ class WeightSpec:
     virtual_table_dim_offsets: list[int] | None = None
 
 
+def populate_fx_names(quant_ebc: nn.Module) -> None:
+    """Paths for what `torch.fx` meets in a quantized bag collection, sharded or not: always so, nothing changes.
+
+    TorchRec's lookups are outside of the module tree, where a trace finds no path to them. A collection of ours is one
+    node of a trace, by its own path.
+
+    Raises:
+        TypeError: it is no quantized bag collection.
+    """
+    if not isinstance(quant_ebc, QuantEmbeddingBagCollection | ShardedQuantEmbeddingBagCollection):
+        raise TypeError(f"a quantized EmbeddingBagCollection has its lookups named, got {type(quant_ebc).__name__}")
+
+
+def recursive_populate_fx_names(module: nn.Module) -> None:
+    """`populate_fx_names` of all quantized bag collections in a module; nothing changes.
+
+    Raises:
+        TypeError: it is no module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"a module is looked through, got {type(module).__name__}")
+
+
 def sharded_tbes_weights_spec(
     sharded_model: nn.Module, virtual_table_name_to_bucket_lengths: Mapping[str, list[int]] | None = None
 ) -> dict[str, WeightSpec]:

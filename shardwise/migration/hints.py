@@ -25,10 +25,9 @@ HINTS: Mapping[str, str] = {
     "torchrec.distributed.embedding_dim_bucketer": _HOST_TIERS,
     "torchrec.distributed.embedding_sharding.group_tables": "tables are grouped by storage inside the engine",
     "torchrec.distributed.model_tracker": "changed ids are not tracked",
-    "torchrec.distributed.planner.estimator": "estimators are classes: torchrec.distributed.planner.shard_estimators",
     "torchrec.distributed.test_utils": "tests/support/ranks.py of shardwise's repository spawns ranks for tests",
     "torchrec.metrics": _METRICS,
-    "torchrec.ir": "torch.export takes the whole model, with its lookups as ops",
+    "torchrec.ir": "not in TorchRec 1.8's wheel; torch.export takes the whole model, lookups as ops (docs/export.md)",
     "torchrec.modules.itep_modules": "pruning in training is not served",
 }
 

@@ -55,7 +55,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "torchrec.distributed.embedding": {
-        "shardwise.sharding.modules.sharders": "EmbeddingCollectionSharder",
+        "shardwise.sharding.modules.sharders": "EmbeddingCollectionSharder get_ec_index_dedup set_ec_index_dedup",
         "shardwise.sharding.modules.sharded_collections": "EmbeddingCollectionAwaitable ShardedEmbeddingCollection",
     },
     "torchrec.distributed.embedding_lookup": {
@@ -150,12 +150,76 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.planner.constants": {
         "shardwise.planner.constants": (
-            "kernel_bw_lookup BATCH_SIZE CROSS_NODE_BANDWIDTH DDR_MEM_BW HBM_MEM_BW HBM_TO_DDR_MEM_BW "
-            "INTRA_NODE_BANDWIDTH"
+            "kernel_bw_lookup BATCHED_COPY_PERF_FACTOR BATCH_SIZE BIGINT_DTYPE BWD_COMPUTE_MULTIPLIER "
+            "CROSS_NODE_BANDWIDTH DDR_CAP DDR_MEM_BW DEFAULT_PERF_ESTIMATOR DP_ELEMENTWISE_KERNELS_PERF_FACTOR "
+            "FULL_BLOCK_EMB_DIM HALF_BLOCK_PENALTY HBM_CAP HBM_MEM_BW HBM_TO_DDR_MEM_BW HUNDRED_GB "
+            "INTRA_NODE_BANDWIDTH KV_CACHING_RATIO MAX_SIZE MIN_CW_DIM NUM_POOLINGS POOLING_FACTOR "
+            "QUARTER_BLOCK_PENALTY SSD_CAP SSD_MEM_BW UVM_CACHING_RATIO WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER "
+            "WEIGHTED_KERNEL_MULTIPLIER"
         ),
+        "torchrec.distributed.embedding_types": "EmbeddingComputeKernel",
     },
     "torchrec.distributed.planner.enumerators": {
-        "shardwise.planner.torchrec.enumerators": "EmbeddingEnumerator get_partition_by_type",
+        "shardwise.planner.torchrec.enumerators": (
+            "EmbeddingEnumerator GUARDED_SHARDING_TYPES_FOR_FP_MODULES=GUARDED_TYPES_OF_PROCESSED get_partition_by_type"
+        ),
+        "shardwise.sharding.planning.options": "GUARDED_COMPUTE_KERNELS",
+        "torchrec.distributed.embedding_types": "EmbeddingComputeKernel",
+        "torchrec.distributed.planner.constants": "DEFAULT_PERF_ESTIMATOR POOLING_FACTOR",
+        "torchrec.distributed.planner.estimator.estimator": "EmbeddingPerfEstimatorFactory",
+        "torchrec.distributed.planner.shard_estimators": "EmbeddingStorageEstimator",
+        "torchrec.distributed.planner.types": (
+            "Enumerator ParameterConstraints PartitionByType Shard ShardEstimator ShardingOption Topology"
+        ),
+        "torchrec.distributed.planner.utils": "build_sharder_data_map sharder_name",
+        "torchrec.distributed.sharding_plan": "calculate_shard_sizes_and_offsets",
+        "torchrec.distributed.types": "BoundsCheckMode CacheParams KeyValueParams ModuleSharder ShardingType",
+        "torchrec.modules.embedding_configs": "DataType",
+        "torchrec.modules.embedding_modules": "EmbeddingBagCollection EmbeddingCollection",
+        "torchrec.modules.embedding_tower": "EmbeddingTower EmbeddingTowerCollection",
+        "torchrec.modules.mc_embedding_modules": "BaseManagedCollisionEmbeddingCollection",
+    },
+    "torchrec.distributed.planner.estimator": {
+        "torchrec.distributed.planner.estimator.annotations": (
+            "backward_compute bwd_coefficient device_bw forward_compute fwd_coefficient output_write_size "
+            "prefetch_coefficient ssd_mem_bw supported_sharding_types"
+        ),
+        "torchrec.distributed.planner.estimator.config": "EmbeddingPerfEstimatorConfig",
+        "torchrec.distributed.planner.estimator.estimator": "EmbeddingPerfEstimatorFactory EmbeddingPerfEstimatorV2",
+        "torchrec.distributed.planner.estimator.types": (
+            "EstimatorPerfCoefficients HardwarePerfConfig PerfCoefficient PerfCoefficientConfig PrefetchCoefficients "
+            "ShardPerfContext"
+        ),
+    },
+    "torchrec.distributed.planner.estimator.annotations": {
+        "shardwise.planner.torchrec.annotations": (
+            "backward_compute bwd_coefficient bwd_comms ddr_mem_bw device_bw forward_compute fwd_coefficient fwd_comms "
+            "get_backward_compute get_bwd_coefficient get_bwd_comms get_forward_compute get_fwd_coefficient "
+            "get_fwd_comms get_input_dist_comms get_output_write_size get_prefetch_coefficient get_prefetch_compute "
+            "hbm_mem_bw hbm_to_ddr_mem_bw input_data_type_size input_dist_comms inter_host_bw intra_host_bw "
+            "output_write_size prefetch_coefficient prefetch_compute ssd_mem_bw supported_sharding_types "
+            "use_block_usage_penalty use_bytes_for_input_read_size use_min_dim_for_lookup"
+        ),
+    },
+    "torchrec.distributed.planner.estimator.config": {
+        "shardwise.planner.torchrec.hardware": "EmbeddingPerfEstimatorConfig",
+    },
+    "torchrec.distributed.planner.estimator.estimator": {
+        "shardwise.planner.torchrec.evaluators": (
+            "ColumnWiseEvaluator DataParallelEvaluator EmbeddingShardingPerfEvaluator GridShardEvaluator "
+            "INFERENCE_EVALUATORS RowWiseEvaluator TRAINING_EVALUATORS TableColumnWiseEvaluator "
+            "TableRowWiseEvaluator TableWiseEvaluator compute_block_usage_penalty "
+            "get_embedding_perf_sharding_evaluator"
+        ),
+        "shardwise.planner.torchrec.perf_estimators": (
+            "EmbeddingPerfEstimator EmbeddingPerfEstimatorFactory EmbeddingPerfEstimatorV2=EmbeddingPerfEstimator"
+        ),
+    },
+    "torchrec.distributed.planner.estimator.types": {
+        "shardwise.planner.torchrec.hardware": (
+            "EstimatorPerfCoefficients HardwarePerfConfig PerfCoefficient PerfCoefficientConfig PrefetchCoefficients"
+        ),
+        "shardwise.planner.torchrec.shard_context": "ShardPerfContext",
     },
     "torchrec.distributed.planner.partitioners": {
         "shardwise.planner.torchrec.partitioners": (
@@ -171,18 +235,45 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "extract_plan to_sharding_plan validate_compute_kernels validate_modules_inclusion_in_sharding_plan "
             "validate_rank_assignment"
         ),
+        "torchrec.distributed.collective_utils": "invoke_on_rank_and_broadcast_result",
+        "torchrec.distributed.comm": "get_local_size",
+        "torchrec.distributed.embedding_types": "EmbeddingComputeKernel",
+        "torchrec.distributed.planner.constants": "BATCH_SIZE MAX_SIZE",
+        "torchrec.distributed.planner.enumerators": "EmbeddingEnumerator",
+        "torchrec.distributed.planner.partitioners": "GreedyPerfPartitioner",
+        "torchrec.distributed.planner.perf_models": "NoopPerfModel",
+        "torchrec.distributed.planner.proposers": "GreedyProposer GridSearchProposer UniformProposer",
+        "torchrec.distributed.planner.stats": "EmbeddingStats",
+        "torchrec.distributed.planner.storage_reservations": (
+            "FixedAbsoluteStorageReservation HeuristicalStorageReservation"
+        ),
+        "torchrec.distributed.planner.types": (
+            "Enumerator ParameterConstraints Partitioner PerfModel PlanDebugStats PlanLoader PlannerError "
+            "PlannerErrorType Proposer ShardingOption Stats Storage StorageReservation Topology "
+            "hash_planner_context_inputs hash_planner_context_inputs_str"
+        ),
+        "torchrec.distributed.planner.utils": "bytes_to_gb reset_shard_rank sharder_name storage_repr_in_gb",
+        "torchrec.distributed.sharding_plan": "get_default_sharders placement",
+        "torchrec.distributed.types": (
+            "EmbeddingModuleShardingPlan EnumerableShardingSpec ModuleSharder ParameterSharding ShardMetadata "
+            "ShardingPlan ShardingType"
+        ),
     },
     "torchrec.distributed.planner.proposers": {
         "shardwise.planner.torchrec.proposers": (
             "DynamicProgrammingProposer EmbeddingOffloadScaleupProposer GreedyProposer GridSearchProposer "
-            "UniformProposer proposers_to_proposals_list"
+            "MAX_PROPOSALS UniformProposer proposers_to_proposals_list"
         ),
     },
     "torchrec.distributed.planner.shard_estimators": {
-        "shardwise.planner.torchrec.estimators": (
-            "EmbeddingOffloadStats EmbeddingPerfEstimator EmbeddingStorageEstimator calculate_shard_storages "
-            "get_num_poolings"
+        "torchrec.distributed.planner.estimator.estimator": "EmbeddingPerfEstimator",
+        "shardwise.planner.torchrec.storage_estimators": (
+            "EmbeddingOffloadStats EmbeddingStorageEstimator calculate_pipeline_io_cost calculate_shard_storages"
         ),
+        "torchrec.distributed.planner.constants": (
+            "BIGINT_DTYPE DEFAULT_PERF_ESTIMATOR KV_CACHING_RATIO NUM_POOLINGS UVM_CACHING_RATIO"
+        ),
+        "torchrec.distributed.planner.utils": "get_num_poolings prod",
     },
     "torchrec.distributed.planner.stats": {
         "shardwise.planner.torchrec.stats": "EmbeddingStats NoopEmbeddingStats",
@@ -190,24 +281,33 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.planner.storage_reservations": {
         "shardwise.planner.torchrec.reservations": (
             "FixedAbsoluteStorageReservation FixedPercentageStorageReservation HeuristicalStorageReservation "
-            "InferenceStorageReservation StorageReservationType"
+            "InferenceStorageReservation SKUAwareStorageReservation StorageReservationType"
         ),
     },
     "torchrec.distributed.planner.types": {
-        "torchrec.distributed.types": "ShardingPlan",
+        "torchrec.distributed.planner.constants": (
+            "BATCH_SIZE BWD_COMPUTE_MULTIPLIER CROSS_NODE_BANDWIDTH DDR_CAP DDR_MEM_BW HBM_CAP HBM_MEM_BW "
+            "HBM_TO_DDR_MEM_BW HUNDRED_GB INTRA_NODE_BANDWIDTH POOLING_FACTOR SSD_CAP SSD_MEM_BW "
+            "WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER"
+        ),
+        "torchrec.distributed.types": "BoundsCheckMode CacheParams KeyValueParams ModuleSharder ShardingPlan",
+        "torchrec.modules.embedding_configs": "DataType",
+        "torchrec.modules.embedding_modules": "EmbeddingBagCollectionInterface EmbeddingCollectionInterface",
+        "torchrec.modules.mc_embedding_modules": "ManagedCollisionEmbeddingCollection",
         "shardwise.planner.torchrec.types": (
             "BasicCommsBandwidths CacheStatistics CollectiveType CriticalPathEstimate CustomTopologyData "
             "DeviceHardware Enumerator GeneralizedCommsBandwidth HardwareConfig KernelConfig ParameterConstraints "
             "PartitionByType Partitioner Perf PerfModel PipelineType PlanDebugStats PlanLoader PlannerError "
             "PlannerErrorType Proposer Shard ShardEstimator SharderData ShardingOption Stats Storage "
-            "StorageReservation Topology TopologyConfigBase TopologyFactory TrainerConfig "
+            "StorageReservation StorageUsageType Topology TopologyConfigBase TopologyFactory TrainerConfig "
             "hash_planner_context_inputs hash_planner_context_inputs_str hash_sha256_str hash_sha256_to_int "
             "round_to_nearest"
         ),
     },
     "torchrec.distributed.planner.utils": {
         "shardwise.planner.torchrec.utils": (
-            "BinarySearchPredicate LuusJaakolaSearch bytes_to_gb bytes_to_mb gb_to_bytes mb_to_bytes placement prod "
+            "BinarySearchPredicate LuusJaakolaSearch build_sharder_data build_sharder_data_map bytes_to_gb bytes_to_mb "
+            "extract_comm_data_type_size gb_to_bytes get_num_poolings is_prefetch_pipelined mb_to_bytes placement prod "
             "reset_shard_rank sharder_name storage_repr_in_gb"
         ),
     },
@@ -371,6 +471,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.fx.tracer": {
         "shardwise.sharding.dmp.tracing": "Tracer symbolic_trace",
     },
+    "torchrec.inference.model_packager": {
+        "shardwise.inference.packages": (
+            "CONFIG_MODULE LOADER_CODE LOADER_FACTORY LOADER_MODULE PredictFactoryPackager load_config_text "
+            "load_pickle_config"
+        ),
+    },
     "torchrec.inference.modules": {
         "shardwise.inference.quantize": (
             "quantize_embeddings quantize_feature quantize_inference_model set_pruning_data "
@@ -385,6 +491,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "state_dict_all_gather_keys state_dict_gather state_dict_to_device"
         ),
     },
+    "torchrec.models.cuda_graph_utils": {
+        "shardwise.models.cuda_graphs": "build_dlrm build_ebc collect_outputs generate_batch",
+    },
     "torchrec.models.deepfm": {
         "shardwise.models.deepfm": "DenseArch OverArch SparseArch",
         "shardwise.models": "FMInteractionArch SimpleDeepFMNN SimpleDeepFMNNWrapper",
@@ -394,6 +503,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "DLRMTrain DLRMWrapper DLRM_Projection DenseArch InteractionArch InteractionDCNArch "
             "InteractionProjectionArch OverArch SparseArch choose DLRM DLRM_DCN"
         ),
+    },
+    "torchrec.models.experimental.transformerdlrm": {
+        "shardwise.models": "DLRM_Transformer InteractionTransformerArch",
     },
     "torchrec.modules.activation": {
         "shardwise.models": "SwishLayerNorm",
@@ -517,8 +629,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.quant.utils": {
         "shardwise.quant": "meta_to_cpu_placement",
+        "shardwise.sharding.quant.inspect": "populate_fx_names recursive_populate_fx_names",
     },
     "torchrec.sparse.jagged_tensor": {
+        "shardwise.jagged.tracing": "JaggedTensorMeta",
         "shardwise.jagged": (
             "ComputeJTDictToKJT ComputeKJTToJTDict JaggedTensor KeyedJaggedTensor KeyedTensor flatten_kjt_list "
             "jt_is_equal kjt_is_equal permute_multi_embedding regroup_kts unflatten_kjt_list"
@@ -535,6 +649,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.types": {
         "shardwise.embeddings": "DataType",
+        "shardwise.sharding.dmp.unwrap": "CopyMixIn ModuleCopyMixin ModuleNoCopyMixin",
     },
 }
 

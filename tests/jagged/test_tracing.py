@@ -37,6 +37,7 @@ from shardwise.jagged import (
     KeyedTensor,
     KTRegroupAsDict,
 )
+from shardwise.jagged.tracing import JaggedTensorMeta
 from shardwise.models import (
     DLRM,
     DLRM_DCN,
@@ -53,6 +54,29 @@ from shardwise.models import (
 from shardwise.sharding.dmp.tracing import symbolic_trace
 
 JT = JaggedTensor(torch.arange(6), lengths=torch.tensor([2, 4]))
+
+
+class Spans(metaclass=JaggedTensorMeta):
+    """A jagged type of a program's own."""
+
+    def __init__(self, values: Tensor, name: str = "") -> None:
+        # a proxy has no items to iterate over
+        self.first, self.name = float(values[0]), name
+
+    def doubled(self) -> float:
+        return 2 * self.first
+
+
+def test_a_jagged_type_of_ones_own_is_recorded_where_it_is_made_of_proxies() -> None:
+    assert type(KeyedJaggedTensor) is type(JaggedTensor) is type(KeyedTensor) is JaggedTensorMeta
+
+    class Net(nn.Module):
+        def forward(self, values: Tensor) -> Any:
+            return Spans(values, name="a").doubled() + Spans(torch.ones(1)).first
+
+    traced = symbolic_trace(Net())
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"][0] is Spans
+    assert traced(torch.tensor([3.0])) == Net()(torch.tensor([3.0])) == 7.0
 
 
 def batch() -> KeyedJaggedTensor:

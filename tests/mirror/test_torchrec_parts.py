@@ -59,7 +59,7 @@ from shardwise.migration.hints import OPS, advice
 from shardwise.migration.mirror import hint_at_ops, leave_ops_alone
 from shardwise.migration.names import finding
 from shardwise.planner.torchrec.enumerators import EmbeddingEnumerator
-from shardwise.planner.torchrec.estimators import EmbeddingStorageEstimator
+from shardwise.planner.torchrec.storage_estimators import EmbeddingStorageEstimator
 from shardwise.sharding import column_wise, data_parallel, row_wise, table_wise
 from shardwise.sharding.dmp.tracing import Tracer, symbolic_trace
 from shardwise.sharding.dmp.unwrap import CopyableMixin

@@ -30,10 +30,10 @@ from shardwise.planner.cost.torchrec import TorchRecCost
 from shardwise.planner.plan.planning import plan_tables
 from shardwise.planner.search.problem import Assignment, faults, loads
 from shardwise.planner.tables import Feature, Table
-from shardwise.planner.torchrec import enumerators, estimators as shard_estimators, types
+from shardwise.planner.torchrec import enumerators, storage_estimators as shard_estimators, types
 from shardwise.planner.torchrec.enumerators import EmbeddingEnumerator, get_partition_by_type
-from shardwise.planner.torchrec.estimators import EmbeddingOffloadStats
 from shardwise.planner.torchrec.options import placed_options, problem_of
+from shardwise.planner.torchrec.storage_estimators import EmbeddingOffloadStats
 from shardwise.planner.torchrec.types import (
     CustomTopologyData,
     ParameterConstraints,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardwise.planner.torchrec.reservations import (
     HeuristicalStorageReservation,
     InferenceStorageReservation,
     ModelStorageReservation,
+    SKUAwareStorageReservation,
 )
 from shardwise.planner.torchrec.types import (
     BasicCommsBandwidths,
@@ -286,6 +288,34 @@ def test_torchrecs_reservations_leave_what_torchrec_leaves(
     assert (left.hbm, left.ddr) == ([hbm] * 2, [ddr] * 2)
     again = reservation.last_reserved_topology
     assert again is not None and (again.hbm, again.ddr) == (left.hbm, left.ddr)
+
+
+def test_a_reserve_that_knows_its_device_is_the_same_on_another() -> None:
+    """With the margin of its own device, 0.15 of 10 GiB, it is the heuristic there, and keeps no more elsewhere."""
+    margin = 10 * GIB - int(0.85 * 10 * GIB)
+    heuristic = reserved(HeuristicalStorageReservation(0.15), "cuda", CONSTRAINTS)
+    assert reserved(SKUAwareStorageReservation(margin), "cuda", CONSTRAINTS).hbm == heuristic.hbm
+
+    def taken(reservation: StorageReservation, hbm: int) -> set[int]:
+        machines = Topology(2, "cuda", hbm_cap=hbm)
+        left = reservation.reserve(machines, BATCH, Model(), [EmbeddingBagCollectionSharder()], CONSTRAINTS)
+        again = reservation.last_reserved_topology
+        assert again is not None and again.hbm == left.hbm
+        return {hbm - rest for rest in left.hbm}
+
+    aware = SKUAwareStorageReservation(margin, runtime_overhead_bytes=GIB)
+    assert taken(aware, 80 * GIB) == taken(aware, 10 * GIB) == {10 * GIB + GIB - heuristic.hbm[0]}
+    inputs = math.ceil(IDS * 8) * 20
+    assert taken(SKUAwareStorageReservation(7, 5, dense_tensor_estimate=1000), GIB) == {7 + 5 + 1000 + inputs}
+    # a measured base is in the place of margin and dense layers, and batches count as ever
+    measured = SKUAwareStorageReservation(7, 5, model_base_bytes=3 * GIB)
+    assert taken(measured, 80 * GIB) == {3 * GIB + 5 + inputs}
+    for whole in (3 * GIB, 3 * GIB + 5 + inputs):
+        with pytest.raises(PlannerError, match="rank 0 has no memory left.*3 GiB of the model") as raised:
+            taken(measured, whole)
+        assert raised.value.error_type is PlannerErrorType.INSUFFICIENT_STORAGE
+    with pytest.raises(ValueError, match="runtime_overhead_bytes must be 0 or more, got -1"):
+        SKUAwareStorageReservation(0, -1)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

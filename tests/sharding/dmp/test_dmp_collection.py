@@ -25,6 +25,7 @@ from shardwise import (
     apply_optimizer_in_backward,
 )
 from shardwise.sharding import (
+    ShardingType,
     column_wise,
     construct_module_sharding_plan,
     data_parallel,
@@ -232,6 +233,14 @@ def layout(inter_host: bool) -> list[Any]:
     assert isinstance(env, ShardingEnv2D)
     assert (env.world_size, env.global_world_size, env.global_rank) == (2, 4, dist.get_rank())
     assert env.num_sharding_groups() == 2
+    # every rank's place in its own sharding group
+    assert env.remap_rank(env.global_rank, ShardingType.TABLE_WISE) == env.rank
+    places = [env.remap_rank(rank, "grid_shard") for rank in range(4)]
+    assert places == ([0, 1, 0, 1] if inter_host else [0, 0, 1, 1])
+    with pytest.raises(ValueError, match="for table_wise, column_wise and grid_shard, got 'row_wise'"):
+        env.remap_rank(0, ShardingType.ROW_WISE)
+    with pytest.raises(ValueError, match="rank must be one of 4, got 4"):
+        env.remap_rank(4, "column_wise")
     # the plan that was given is that of every group, with the ranks of a group
     assert dmp.plan.plan["ebc"]["ta"].ranks == [0, 1]
     pairs = [env.sharding_pg, env.replica_pg, *intra_and_cross_node_pg_2D(env), env.data_parallel_group]

@@ -236,6 +236,24 @@ def test_a_sharder_hands_shards_and_options_to_the_engine(
         sharder.shard(module, plan, env, module_fqn="a.b")
 
 
+def test_one_switch_has_all_sharders_send_each_id_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torchrec.distributed.embedding.set_ec_index_dedup`: it holds for what is sharded while it is on."""
+    monkeypatch.setattr(sharders, "ShardedEmbeddingCollection", Engine)
+    sharder = EmbeddingCollectionSharder({"lr": 0.5})
+    module, env = MODULES[sharder.module_type], ShardingEnv.from_local(1, 0)
+    plan = construct_module_sharding_plan(
+        module, {"u": row_wise(), "t": row_wise()}, sharder, world_size=1, device_type="cpu"
+    )
+    seen = []
+    for switch in (True, False):
+        with pytest.warns(DeprecationWarning, match="use_index_dedup=...\\) says it for its own modules"):
+            sharders.set_ec_index_dedup(switch)
+        assert sharders.get_ec_index_dedup() is switch
+        sharded: Any = sharder.shard(module, plan, env, "cpu")
+        seen.append(sharded.more["dedup"])
+    assert seen == [True, False]
+
+
 # as FBGEMM's
 EmbOptimType = Enum(
     "EmbOptimType",

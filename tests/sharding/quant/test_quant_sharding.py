@@ -12,7 +12,7 @@ import torch
 from jagged_batches import draw, kjt as kjt_of
 from ranks import error_of
 from sharding_mixes import same_tensors
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
@@ -50,12 +50,13 @@ from shardwise.sharding import (
     table_wise,
 )
 from shardwise.sharding.dmp.tracing import symbolic_trace
-from shardwise.sharding.dmp.unwrap import copy_to_device
+from shardwise.sharding.dmp.unwrap import CopyMixIn, ModuleCopyMixin, ModuleNoCopyMixin, copy_to_device
 from shardwise.sharding.quant import (
     FUSED_PARAM_BOUNDS_CHECK_MODE,
     QuantEmbeddingBagCollectionSharder,
     sharded_tbes_weights_spec,
 )
+from shardwise.sharding.quant.inspect import populate_fx_names, recursive_populate_fx_names
 
 CPU = torch.device("cpu")
 WORLD, LOCAL = 4, 2
@@ -364,6 +365,60 @@ def test_a_model_can_be_moved_and_emptied() -> None:
     emptied.load_state_dict(state)
     assert same_bits(emptied(batch()), wanted)
     assert same_bits(model.to("cpu")(batch()), wanted)
+    # a plan says where tables are
+    itself: Any = model
+    assert itself.copy(torch.device("meta")) is model
+
+
+class OwnCopy(nn.Linear, CopyMixIn):
+    def copy(self, device: torch.device) -> nn.Module:
+        return nn.Linear(1, 1, device=device)
+
+
+class Moves(nn.Linear, ModuleCopyMixin):
+    pass
+
+
+class Stays(nn.Linear, ModuleNoCopyMixin):
+    pass
+
+
+def test_a_module_says_itself_what_its_copy_is() -> None:
+    """TorchRec's mixins: what has none of them moves tensors of one device."""
+    model: Any = nn.ModuleDict({"inner": nn.Sequential(OwnCopy(2, 2), Moves(2, 2), Stays(2, 2), nn.Linear(2, 2))})
+    model.register_buffer("here", torch.ones(1))
+    copied: Any = copy_to_device(model, CPU, torch.device("meta"))
+    own, moves, stays, plain = copied["inner"]
+    assert (type(own), own.weight.shape, own.weight.device.type) == (nn.Linear, (1, 1), "meta")
+    assert [copied.here.is_meta, moves.weight.is_meta, plain.weight.is_meta] == [True] * 3
+    assert torch.equal(stays.weight, model["inner"][2].weight) and stays is not model["inner"][2]
+    # the model itself is as it was
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    assert copy_to_device(Stays(1, 1), CPU, torch.device("meta")).weight.device == CPU  # type: ignore[union-attr]
+
+
+def test_a_trace_finds_a_path_to_every_quantized_collection() -> None:
+    """`torchrec.quant.utils.recursive_populate_fx_names` has nothing to do: each is one node by its own path."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain = quantized("pooled")
+            self.cut = sharded(quantized("pooled"), PLANS["mix"])
+
+        def forward(self, features: KeyedJaggedTensor) -> Tensor:
+            return self.plain(features).values() + self.cut(features).values()
+
+    net = Net()
+    before = {name: dict(vars(module)) for name, module in net.named_modules()}
+    recursive_populate_fx_names(net)
+    populate_fx_names(net.cut)
+    assert all(vars(module) == before[name] for name, module in net.named_modules())
+    traced = symbolic_trace(net)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["plain", "cut"]
+    assert torch.equal(traced(batch()), net(batch()))
+    with pytest.raises(TypeError, match="a quantized EmbeddingBagCollection has its lookups named, got Net"):
+        populate_fx_names(net)
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])

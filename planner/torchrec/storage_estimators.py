@@ -1,17 +1,15 @@
-"""TorchRec's estimators: they write the time and the storage of every shard into sharding options.
+"""TorchRec's estimator of storage, which it writes into the shards of sharding options.
 
-TorchRec 1.8.0's formulas stand here and nowhere else; `cost_torchrec` applies them to tables and ways. A shard has its
+TorchRec 1.8.0's formulas stand here and nowhere else; `cost.torchrec` applies them to tables and ways. A shard has its
 part of the rows, of the optimizer's states and of the cache, and the batches that are there at once. Floating point is
 done in TorchRec's order: sizes are rounded up, where an error of the last bit would become a byte.
-
-Letters: W ranks, G ranks that a fast link joins, D columns and H rows of a shard.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -19,26 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..constants import (
-    BATCHED_COPY_PERF_FACTOR,
-    BIGINT_DTYPE,
-    DP_ELEMENTWISE_KERNELS_PERF_FACTOR,
-    FULL_BLOCK_EMB_DIM,
-    HALF_BLOCK_PENALTY,
-    KV_CACHING_RATIO,
-    QUARTER_BLOCK_PENALTY,
-    UVM_CACHING_RATIO,
-    WEIGHTED_KERNEL_MULTIPLIER,
-    kernel_bw_lookup,
-)
+from ..constants import BIGINT_DTYPE, KV_CACHING_RATIO, UVM_CACHING_RATIO
 from ..constraints import ParameterConstraints
-from ..tables import ELEMENT_BYTES
-from ..topology import (
-    CollectiveType,
-    Perf,
-    Storage,
-    Topology,
-)
+from ..topology import Storage, Topology
 from .sharding_option import (
     CacheStatistics,
     PipelineType,
@@ -48,7 +29,7 @@ from .sharding_option import (
     StorageUsageType,
 )
 from .types import ShardEstimator
-from .utils import extract_comm_data_type_size, get_num_poolings, is_prefetch_pipelined
+from .utils import caching_ratio_of, element_bytes, get_num_poolings
 
 
 @dataclass(frozen=True)
@@ -58,22 +39,16 @@ class Lookups:
     Args:
         ids: ids that it brings.
         outputs: rows that it gets back, before TorchRec divides them among ranks.
-        pooled, weighted: as `Table`; a feature processor counts as weights.
+        pooled: as `Table`.
         element_bytes: of the table.
-        all_to_all, reduce_scatter: bytes of an element exchanged, forward and backward.
         output_bytes: of an element of the output, in memory.
-        missed: lookups of a global batch that miss the cache, where that is known.
     """
 
     ids: float
     outputs: float
     pooled: bool
-    weighted: bool
     element_bytes: float
-    all_to_all: tuple[float, float]
-    reduce_scatter: tuple[float, float]
     output_bytes: float
-    missed: float = 0.0
 
 
 def lookups_of_batch(
@@ -83,148 +58,6 @@ def lookups_of_batch(
     features = list(zip(pooling_factors, num_poolings, batch_sizes, strict=True))
     ids = sum(length * count * samples for length, count, samples in features)
     return ids, sum(min(1.0, length) * count * samples for length, count, samples in features) if pooled else ids
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """Bytes that a shard of `rows` by `columns`, read at `bandwidth`, sends forward and gets backward."""
-
-    rows: int
-    columns: int
-    bandwidth: float
-    forward: float
-    backward: float
-
-
-@dataclass(frozen=True)
-class _Path:
-    """How ids reach a shard and how rows come back.
-
-    Args:
-        among: ranks that a batch's ids are divided among.
-        batches: ranks whose batches it serves.
-        blocks: narrow rows cost more.
-        scatters: does it send back partial sums, whose elements have a size of their own? (of pooled rows or not)
-        comms: milliseconds forward and backward.
-    """
-
-    among: Callable[[Topology], int]
-    batches: Callable[[Topology], int]
-    blocks: bool
-    scatters: Callable[[bool], bool]
-    comms: Callable[[Topology, Lookups, _Sent], tuple[float, float]]
-
-
-def shard_perf(
-    topology: Topology, sharding_type: str, lookups: Lookups, bandwidth: float, rows: int, columns: int,
-    is_inference: bool = False,
-) -> Perf:  # fmt: skip
-    """Milliseconds of a shard of `rows` by `columns`, which its kernel reads at `bandwidth` bytes per millisecond."""
-    path = PATHS[sharding_type]
-    among, batches = path.among(topology), path.batches(topology)
-    replicated = sharding_type == "data_parallel"
-
-    id_bytes = math.ceil(lookups.ids / among * batches * BIGINT_DTYPE)
-    row_bytes = lookups.ids / among * batches * (max(columns, 32) if path.blocks else columns) * lookups.element_bytes
-    outputs = lookups.outputs if lookups.pooled else lookups.outputs / among
-    elements = outputs * batches * columns
-    sizes = lookups.reduce_scatter if path.scatters(lookups.pooled) else lookups.all_to_all
-    forward, backward = (elements * (lookups.element_bytes if replicated else size) for size in sizes)
-
-    penalty = block_penalty(columns) if path.blocks else 1.0
-    read = id_bytes * 2 if lookups.weighted else id_bytes
-    fwd_compute = (read + row_bytes + forward) * penalty / bandwidth
-    bwd_compute = fwd_compute * topology.bwd_compute_multiplier
-    if lookups.weighted:
-        bwd_compute *= topology.weighted_feature_bwd_compute_multiplier
-        bwd_compute += fwd_compute * WEIGHTED_KERNEL_MULTIPLIER
-    fwd_comms, bwd_comms = path.comms(topology, lookups, _Sent(rows, columns, bandwidth, forward, backward))
-    prefetch = 0.0 if replicated else lookups.missed / among * columns * lookups.element_bytes
-    # the whole batch's ids, whatever they are divided among
-    sent_bytes = 0 if replicated else math.ceil(lookups.ids * batches * BIGINT_DTYPE)
-    return Perf(
-        fwd_compute=fwd_compute,
-        fwd_comms=fwd_comms,
-        bwd_compute=0.0 if is_inference else bwd_compute,
-        bwd_comms=0.0 if is_inference else bwd_comms,
-        input_dist_comms=sent_bytes / _speed(topology, CollectiveType.ALL_TO_ALL),
-        prefetch_compute=prefetch / topology.hbm_to_ddr_mem_bw,
-    )
-
-
-def block_penalty(columns: int) -> float:
-    """How much slower a lookup of rows this narrow is."""
-    if columns >= FULL_BLOCK_EMB_DIM:
-        return 1.0
-    return HALF_BLOCK_PENALTY if columns >= FULL_BLOCK_EMB_DIM // 2 else QUARTER_BLOCK_PENALTY
-
-
-def _speed(topology: Topology, kind: CollectiveType) -> float:
-    return topology.comms_bandwidths.get_bw(
-        local_world_size=topology.local_world_size, world_size=topology.world_size, collective_type=kind
-    )
-
-
-def _all_to_all(topology: Topology, lookups: Lookups, sent: _Sent) -> tuple[float, float]:
-    speed = _speed(topology, CollectiveType.ALL_TO_ALL)
-    return sent.forward / speed, sent.backward / speed
-
-
-def _scatter_over_all(topology: Topology, lookups: Lookups, sent: _Sent) -> tuple[float, float]:
-    gather = sent.backward / _speed(topology, CollectiveType.ALL_GATHER)
-    return sent.forward / _speed(topology, CollectiveType.REDUCE_SCATTER), gather + _copies(sent)
-
-
-def _scatter_in_group(topology: Topology, lookups: Lookups, sent: _Sent) -> tuple[float, float]:
-    """Sums within the group, then an all-to-all between groups; the way back the other way round."""
-    links, group = topology.comms_bandwidths, topology.intra_group_size
-    within = {"local_world_size": min(group, topology.local_world_size), "world_size": group}
-    scatter = sent.forward / links.get_bw(**within, collective_type=CollectiveType.REDUCE_SCATTER)
-    gather = sent.backward / links.get_bw(**within, collective_type=CollectiveType.ALL_GATHER)
-    groups = max(1, topology.world_size // group)
-    between = [0.0, 0.0]
-    if groups > 1:
-        speed = links.get_bw(local_world_size=1, world_size=groups, collective_type=CollectiveType.ALL_TO_ALL)
-        between = [lookups.outputs * groups * sent.columns * size / speed for size in lookups.all_to_all]
-    return scatter + between[0], between[1] + gather + _copies(sent)
-
-
-def _gradients(topology: Topology, lookups: Lookups, sent: _Sent) -> tuple[float, float]:
-    """An all-reduce of the gradients of all rows, whether they were looked up or not, and an optimizer over them."""
-    table = sent.rows * sent.columns * lookups.element_bytes
-    nodes = min(topology.world_size / topology.local_world_size, 2)
-    reduce = table * (2 * nodes - 1) / nodes / _speed(topology, CollectiveType.ALL_REDUCE)
-    if topology.world_size > 2 * topology.local_world_size:
-        reduce *= 2
-    return 0.0, reduce + table * DP_ELEMENTWISE_KERNELS_PERF_FACTOR / sent.bandwidth
-
-
-def _copies(sent: _Sent) -> float:
-    return sent.backward * BATCHED_COPY_PERF_FACTOR / sent.bandwidth
-
-
-def _one(topology: Topology) -> int:
-    return 1
-
-
-def _world(topology: Topology) -> int:
-    return topology.world_size
-
-
-_WHOLE_ROWS = _Path(_one, _world, blocks=True, scatters=lambda pooled: False, comms=_all_to_all)
-_ROWS_OF_A_GROUP = _Path(
-    lambda topology: topology.intra_group_size, _world, blocks=False, scatters=lambda pooled: True,
-    comms=_scatter_in_group,
-)  # fmt: skip
-PATHS = {
-    "table_wise": _WHOLE_ROWS,
-    "column_wise": _WHOLE_ROWS,
-    "table_column_wise": _WHOLE_ROWS,
-    "row_wise": _Path(_world, _world, blocks=False, scatters=lambda pooled: pooled, comms=_scatter_over_all),
-    "table_row_wise": _ROWS_OF_A_GROUP,
-    "grid_shard": _ROWS_OF_A_GROUP,
-    "data_parallel": _Path(_one, _one, blocks=False, scatters=lambda pooled: False, comms=_gradients),
-}
 
 
 # kernels whose rows are on disk or made on demand, and all of which a cache in HBM has a part
@@ -358,62 +191,6 @@ def optimizer_name(tensor: Any) -> str | None:
 _MIB = 1024**2
 
 
-class EmbeddingPerfEstimator(ShardEstimator):
-    """Writes the milliseconds of every shard, as TorchRec estimates them.
-
-    Args:
-        topology: its bandwidths and multipliers count.
-        constraints: by table name; `num_poolings`, `batch_sizes` and `is_weighted` are read.
-        is_inference: there is no backward.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        constraints: dict[str, ParameterConstraints] | None = None,
-        is_inference: bool = False,
-    ) -> None:
-        self._topology = topology
-        self._constraints = constraints or {}
-        self._is_inference = is_inference
-
-    def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
-        """Writes `perf` into the shards.
-
-        Raises:
-            ValueError: the device has no such kernel, or numbers of features differ.
-        """
-        for option in sharding_options:
-            data = sharder_data_map[option.module_type_key]
-            constraint = self._constraints.get(option.name)
-            option.is_weighted = _is_weighted(option, constraint)
-            lookups = _lookups(option, constraint, data)
-            speed = self._bandwidth(option, data)
-            # shards of one size cost the same
-            of_size = cache(partial(shard_perf, self._topology, option.sharding_type, lookups, speed))
-            for shard in option.shards:
-                shard.perf = dataclasses.replace(of_size(*shard.size, self._is_inference))
-
-    def _bandwidth(self, option: ShardingOption, data: SharderData) -> float:
-        machine = self._topology
-        speed = kernel_bw_lookup(
-            machine.compute_device,
-            option.compute_kernel,
-            machine.hbm_mem_bw,
-            machine.ddr_mem_bw,
-            machine.hbm_to_ddr_mem_bw,
-            _caching_ratio(option, data),
-            is_prefetch_pipelined(option, data),
-            machine.ssd_mem_bw,
-        )
-        if speed is None:
-            raise ValueError(
-                f"table {option.name!r}: compute_kernel {option.compute_kernel!r} has no known bandwidth on"
-                f" {machine.compute_device}"
-            )
-        return speed
-
-
 class EmbeddingStorageEstimator(ShardEstimator):
     """Writes the bytes of every shard, as TorchRec estimates them.
 
@@ -448,7 +225,7 @@ class EmbeddingStorageEstimator(ShardEstimator):
         for option in sharding_options:
             data = sharder_data_map[option.module_type_key]
             constraint = self._constraints.get(option.name)
-            lookups, kept = _lookups(option, constraint, data), _keeping(option, constraint, data)
+            lookups, kept = _lookups(option, constraint), _keeping(option, constraint, data)
             of_size = cache(
                 partial(
                     shard_storage,
@@ -500,7 +277,7 @@ def calculate_shard_storages(
         raise ValueError(f"ids are of 8 bytes when they are looked up, got input_data_type_size={input_data_type_size}")
     own = float(tensor.element_size())
     ids, outputs = lookups_of_batch(input_lengths, num_poolings, batch_sizes, is_pooled)
-    lookups = Lookups(ids, outputs, is_pooled, False, own, (own, own), (own, own), output_data_type_size)
+    lookups = Lookups(ids, outputs, is_pooled, own, output_data_type_size)
     kept = Keeping(
         tensor.shape[0],
         tensor.shape[1],
@@ -522,7 +299,7 @@ def calculate_shard_storages(
     ]  # fmt: skip
 
 
-def _lookups(option: ShardingOption, constraint: ParameterConstraints | None, data: SharderData) -> Lookups:
+def _lookups(option: ShardingOption, constraint: ParameterConstraints | None) -> Lookups:
     num_poolings = get_num_poolings({option.name: constraint} if constraint else None, option)
     batch_sizes = (constraint and constraint.batch_sizes) or [option.batch_size] * option.num_inputs
     if not len(option.input_lengths) == len(num_poolings) == len(batch_sizes):
@@ -530,20 +307,10 @@ def _lookups(option: ShardingOption, constraint: ParameterConstraints | None, da
             f"table {option.name!r}: pooling_factors, num_poolings and batch_sizes must have one number for each"
             f" feature, got {len(option.input_lengths)}, {len(num_poolings)} and {len(batch_sizes)}"
         )
-    forward, backward, scatter_forward, scatter_backward = extract_comm_data_type_size(option, data)
     ids, outputs = lookups_of_batch(option.input_lengths, num_poolings, batch_sizes, option.is_pooled)
     own = float(option.tensor.element_size())
-    return Lookups(
-        ids,
-        outputs,
-        option.is_pooled,
-        bool(option.is_weighted),
-        own,
-        (forward, backward),
-        (scatter_forward, scatter_backward),
-        element_bytes(option.output_dtype) if option.output_dtype else own,
-        _missed(option, data),
-    )
+    output = element_bytes(option.output_dtype) if option.output_dtype else own
+    return Lookups(ids, outputs, option.is_pooled, own, output)
 
 
 def _keeping(option: ShardingOption, constraint: ParameterConstraints | None, data: SharderData) -> Keeping:
@@ -555,36 +322,12 @@ def _keeping(option: ShardingOption, constraint: ParameterConstraints | None, da
         option.compute_kernel,
         data.storage_usage_type,
         optimizer_name(option.tensor),
-        _caching_ratio(option, data) or UVM_CACHING_RATIO,
+        caching_ratio_of(option, data) or UVM_CACHING_RATIO,
         l1_bytes(constraint and constraint.key_value_params),
         data.fused_params.get("cache_load_factor", KV_CACHING_RATIO),
         bool(constraint and constraint.use_virtual_table),
         passes.num_passes if passes else None,
     )
-
-
-def element_bytes(data_type: Any) -> float:
-    """Bytes of an element of a `DataType`, ours or TorchRec's."""
-    return {known.value: size for known, size in ELEMENT_BYTES.items()}[data_type.value]
-
-
-def _is_weighted(option: ShardingOption, constraint: ParameterConstraints | None) -> bool:
-    weighted = option.is_weighted
-    if weighted is None:
-        weighted = constraint is not None and constraint.is_weighted
-    return weighted or option.has_feature_processor
-
-
-def _caching_ratio(option: ShardingOption, data: SharderData) -> float | None:
-    own = option.cache_load_factor
-    return own if own is not None else data.fused_params.get("cache_load_factor")
-
-
-def _missed(option: ShardingOption, data: SharderData) -> float:
-    stats, ratio = option.cache_params and option.cache_params.stats, _caching_ratio(option, data)
-    if option.compute_kernel != "fused_uvm_caching" or stats is None or ratio is None:
-        return 0.0
-    return float(stats.expected_miss_rate(ratio) * stats.expected_lookups)
 
 
 def l1_bytes(key_value_params: Any) -> int:
@@ -657,7 +400,6 @@ def _edges(height: int, bins: int) -> npt.NDArray[np.float32]:
 
 __all__ = [
     "EmbeddingOffloadStats",
-    "EmbeddingPerfEstimator",
     "EmbeddingStorageEstimator",
     "calculate_pipeline_io_cost",
     "calculate_shard_storages",
