@@ -11,6 +11,7 @@ from .torchrec_names import TABLE
 __all__ = ["HINTS", "OPS", "advice", "op_hint"]
 
 _HOST_TIERS = "rows live on the device that trains them: host memory, caches and SSD are not served"
+_OF_POOLS = "ids and rows of a pool travel inside ShardedTensorPool and ShardedKeyedJaggedTensorPool"
 _METRICS = "torchmetrics has most of them; shardwise.models has the AUC and normalized entropy of its examples"
 _FBGEMM_KERNELS = (
     "ops are torch.ops.fbgemm.* after import shardwise.fbgemm, and tables are modules: shardwise.fbgemm.tables"
@@ -26,9 +27,14 @@ HINTS: Mapping[str, str] = {
     "torchrec.distributed.embedding_sharding.group_tables": "tables are grouped by storage inside the engine",
     "torchrec.distributed.model_tracker": "changed ids are not tracked",
     "torchrec.distributed.planner.estimator": "estimators are classes: torchrec.distributed.planner.shard_estimators",
+    "torchrec.distributed.sharding.rw_kjt_pool_sharding": _OF_POOLS,
+    "torchrec.distributed.sharding.rw_pool_sharding": _OF_POOLS,
+    "torchrec.distributed.sharding.rw_tensor_pool_sharding": _OF_POOLS,
+    "torchrec.distributed.tensor_sharding": _OF_POOLS,
     "torchrec.distributed.test_utils": "tests/support/ranks.py of shardwise's repository spawns ranks for tests",
     "torchrec.metrics": _METRICS,
     "torchrec.ir": "torch.export takes the whole model, with its lookups as ops",
+    "torchrec.modules.object_pool_lookups": _HOST_TIERS,
     "torchrec.modules.itep_modules": "pruning in training is not served",
 }
 

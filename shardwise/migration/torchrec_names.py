@@ -119,6 +119,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
         "shardwise.sharding.quant.inspect": "get_non_scriptable_trec_module",
     },
+    "torchrec.distributed.keyed_jagged_tensor_pool": {
+        "shardwise.sharding.pools": (
+            "KeyedJaggedTensorPoolAwaitable KeyedJaggedTensorPoolSharder ShardedInferenceKeyedJaggedTensorPool "
+            "ShardedKeyedJaggedTensorPool"
+        ),
+    },
     "torchrec.distributed.mc_embedding": {
         "shardwise.sharding.modules.managed_collision": (
             "ManagedCollisionEmbeddingCollectionSharder ShardedManagedCollisionEmbeddingCollection"
@@ -142,6 +148,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "torchrec.distributed.sharding_plan": "get_default_sharders",
         "shardwise.sharding.dmp.dmp_collection": "DMPCollection",
         "shardwise.sharding.dmp.unwrap": "get_module get_unwrapped_module",
+    },
+    "torchrec.distributed.object_pool": {
+        "shardwise.sharding.pools": "ShardedObjectPool",
     },
     "torchrec.distributed.planner": {
         "torchrec.distributed.planner.planners": "EmbeddingPlannerBase EmbeddingShardingPlanner",
@@ -305,6 +314,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.sharding.pipeline": "DataLoadingThread",
         "torchrec.distributed.train_pipeline.pipeline_context": "TrainPipelineContext",
     },
+    "torchrec.distributed.tensor_pool": {
+        "shardwise.sharding.pools": (
+            "LocalShardPool ShardedInferenceTensorPool ShardedTensorPool TensorPoolAwaitable TensorPoolSharder"
+        ),
+    },
     "torchrec.distributed.types": {
         "shardwise.kernels.lookup.bounds": "BoundsCheckMode",
         "shardwise.sharding.plan.plan": (
@@ -325,6 +339,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.embeddings.optim.fbgemm_types": "CacheAlgorithm MultiPassPrefetchConfig",
         "shardwise.sharding.torchrec.fused_params": "KeyValueParams",
         "shardwise.sharding.torchrec.bucketize": "ShardingBucketMetadata",
+        "shardwise.sharding.pools": "ObjectPoolShardingPlan ObjectPoolShardingType",
         "shardwise.planner.torchrec.types": "CacheStatistics PipelineType",
     },
     "torchrec.distributed.utils": {
@@ -437,6 +452,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.modules.fused_embedding_modules": {
         "shardwise.embeddings": "FusedEmbeddingBagCollection FusedEmbeddingCollection fuse_embedding_optimizer",
     },
+    "torchrec.modules.keyed_jagged_tensor_pool": {
+        "shardwise.embeddings.pools": "KeyedJaggedTensorPool",
+    },
     "torchrec.modules.lazy_extension": {
         "shardwise.models": "LazyModuleExtensionMixin lazy_apply",
     },
@@ -458,8 +476,22 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.modules.mlp": {
         "shardwise.models": "Perceptron MLP",
     },
+    "torchrec.modules.object_pool": {
+        "shardwise.embeddings.pools": "ObjectPool",
+    },
+    "torchrec.modules.object_pool_lookups": {
+        "shardwise.embeddings.pools": (
+            "KeyedJaggedTensorPoolLookup TensorJaggedIndexSelectLookup TensorLookup TensorPoolLookup"
+        ),
+    },
     "torchrec.modules.regroup": {
         "shardwise.jagged": "KTRegroupAsDict",
+    },
+    "torchrec.modules.tensor_pool": {
+        "shardwise.embeddings.pools": "TensorPool",
+    },
+    "torchrec.modules.utils": {
+        "shardwise.embeddings.pools": "deterministic_dedup",
     },
     "torchrec.optim": {
         "torchrec.optim.apply_optimizer_in_backward": "apply_optimizer_in_backward",
