@@ -47,7 +47,7 @@ def first_addresses(ids: int, rows: int, device: torch.device, first_row: int = 
 
 
 def id_counts(ids: Tensor, total: int, times: Tensor | None = None) -> Tensor:
-    """How often each of `total` ids stands in `ids` [n], each of them `times` [n] where that is given: [total] int64."""
+    """How often each of `total` ids stands in `ids` [n], each counting `times` [n] where given: [total] int64."""
     if times is None:
         return torch.bincount(ids, minlength=total)
     # integers, whose sums have no order
@@ -101,7 +101,7 @@ def check_addresses(what: str, addresses: Tensor, first_row: int, rows: int) -> 
     """
     own = addresses[addresses != first_row]
     inside = bool(((own >= first_row) & (own < first_row + rows)).all())
-    if not inside or own.unique().shape[0] < own.shape[0]:
+    if not inside or torch.unique(own).shape[0] < own.shape[0]:
         wrong = "gives rows to several ids" if inside else f"has rows outside of [{first_row}, {first_row + rows})"
         raise ValueError(
             f"{what}: the address lookup that is loaded {wrong}: it was saved with another number of rows, or of row"

@@ -194,7 +194,9 @@ def require_ids_below(table: str, ids: Tensor, total: int) -> None:
     # host sync on CUDA: an id outside would read another table's address
     bad = (ids < 0) | (ids >= total)
     if bool(bad.any()):
-        raise RefusedIndexError(f"table {table!r}: id {int(ids[bad][0])} is not in [0, {total}), its unpruned hash size")
+        raise RefusedIndexError(
+            f"table {table!r}: id {int(ids[bad][0])} is not in [0, {total}), its unpruned hash size"
+        )
 
 
 def times_used(features: KeyedJaggedTensor, number: int) -> Tensor | None:

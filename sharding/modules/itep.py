@@ -141,9 +141,7 @@ class ShardedITEPModule(nn.Module):
         self.register_state_dict_post_hook(_publish)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_take)  # type: ignore[no-untyped-call]
 
-    def _place(
-        self, config: BaseEmbeddingConfig, ids: int, shards: Sequence[Shard], module: GenericITEPModule
-    ) -> None:
+    def _place(self, config: BaseEmbeddingConfig, ids: int, shards: Sequence[Shard], module: GenericITEPModule) -> None:
         name = config.name
         borders, strips = sorted({shard.rows for shard in shards}), sorted({shard.cols for shard in shards})
         if any(shard.replica for shard in shards):

@@ -35,7 +35,12 @@ HINTS: Mapping[str, str] = {
     "torchrec.metrics": _METRICS,
     "torchrec.ir": "torch.export takes the whole model, with its lookups as ops",
     "torchrec.modules.object_pool_lookups": _HOST_TIERS,
-    "torchrec.modules.itep_modules": "pruning in training is not served",
+    "torchrec.modules.itep_modules.RowwiseShardedITEPModule": (
+        "row shards prune inside ShardedITEPEmbeddingBagCollection, whose _itep_module holds them under every plan"
+    ),
+    "torchrec.distributed.itep_embeddingbag": (
+        "stages of a step are those of every sharded module: there is no context or group of sharding types of its own"
+    ),
 }
 
 _CODECS = "shardwise.QCommsConfig, which compresses what ranks exchange"

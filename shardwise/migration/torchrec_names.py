@@ -119,6 +119,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
         "shardwise.sharding.quant.inspect": "get_non_scriptable_trec_module",
     },
+    "torchrec.distributed.itep_embeddingbag": {
+        "shardwise.sharding.modules.itep": (
+            "ITEPEmbeddingBagCollectionSharder ITEPEmbeddingCollectionSharder ShardedITEPEmbeddingBagCollection "
+            "ShardedITEPEmbeddingCollection"
+        ),
+    },
     "torchrec.distributed.keyed_jagged_tensor_pool": {
         "shardwise.sharding.pools": (
             "KeyedJaggedTensorPoolAwaitable KeyedJaggedTensorPoolSharder ShardedInferenceKeyedJaggedTensorPool "
@@ -452,6 +458,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.modules.fused_embedding_modules": {
         "shardwise.embeddings": "FusedEmbeddingBagCollection FusedEmbeddingCollection fuse_embedding_optimizer",
     },
+    "torchrec.modules.itep_embedding_modules": {
+        "shardwise.embeddings.pruning": "ITEPEmbeddingBagCollection ITEPEmbeddingCollection",
+    },
+    "torchrec.modules.itep_modules": {
+        "shardwise.embeddings.pruning": "GenericITEPModule",
+    },
     "torchrec.modules.keyed_jagged_tensor_pool": {
         "shardwise.embeddings.pools": "KeyedJaggedTensorPool",
     },
@@ -483,6 +495,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.embeddings.pools": (
             "KeyedJaggedTensorPoolLookup TensorJaggedIndexSelectLookup TensorLookup TensorPoolLookup"
         ),
+    },
+    "torchrec.modules.pruning_logger": {
+        "shardwise.embeddings.pruning": "PruningLogBase PruningLogger PruningLoggerDefault",
     },
     "torchrec.modules.regroup": {
         "shardwise.jagged": "KTRegroupAsDict",
