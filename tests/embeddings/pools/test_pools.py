@@ -49,7 +49,10 @@ def test_the_last_of_equal_ids_stays_as_in_torchrec(dtype: torch.dtype) -> None:
 
 
 def test_ragged_rows_come_out_by_the_pools_keys_as_in_torchrec() -> None:
-    """The numbers are TorchRec 1.8.0's: a batch whose keys stand in another order, one of them not the pool's."""
+    """The numbers are TorchRec 1.8.0's: a batch whose keys stand in another order, one of them not the pool's.
+
+    Weights are those of its state: there a weighted pool cannot be looked up.
+    """
     pool = kjt_pool()
     pool.update(torch.tensor([3, 1, 3]), batch_of([1, 0, 0, 2, 0, 3, 1, 2, 0]))
     found = pool(torch.tensor([1, 3, 0, 3]))
