@@ -31,6 +31,7 @@ KNOWN = {
     "planner_heldout": ("planner_heldout", ""),
     "pipeline_overlap": ("pipeline_overlap", ""),
     "managed_collision": ("compare_managed_collision", ""),
+    "pools": ("compare_pools", ""),
     "planner": ("compare_planner", ""),
     "planner_plans": ("compare_planner_plans", ""),
     "same_bits": ("same_bits.compare", ""),

@@ -18,6 +18,7 @@ from shardwise.kernels import _op, numba_loops
 TORCHREC = (
     "sparse.jagged_tensor", "sparse.jagged_tensor_validator", "sparse.tensor_dict", "modules.regroup",
     "modules.embedding_configs", "modules.embedding_modules", "modules.fused_embedding_modules", "modules.mc_modules",
+    "modules.tensor_pool", "modules.keyed_jagged_tensor_pool",
     "optim.rowwise_adagrad", "optim.apply_optimizer_in_backward", "optim.keyed", "optim.optimizers",
     "distributed.model_parallel", "distributed.embeddingbag", "distributed.sharding_plan",
     "distributed.planner.planners", "distributed.planner.types", "distributed.types", "inference.modules",

@@ -62,6 +62,15 @@ class RenewingIdMap(IdMap, Protocol):
         ...
 
 
+@runtime_checkable
+class SteppedIdMap(IdMap, Protocol):
+    """A map that changes with the steps, whatever their ids: it translates at every one, if only no ids."""
+
+    def begin_step(self) -> None:
+        """Called on all ranks before the ids of a step are translated, also on those without rows of the table."""
+        ...
+
+
 def id_ranges(id_maps: Mapping[str, IdMap]) -> dict[str, int | None]:
     """The ids of each mapped table that row shards divide; None where its rows must be on one rank."""
     return {name: id_map.id_range if isinstance(id_map, RangedIdMap) else None for name, id_map in id_maps.items()}

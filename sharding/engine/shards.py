@@ -16,7 +16,7 @@ from shardwise.embeddings.tables.row_sums import add_powers, power_of, sum_rows
 
 from ...planner.layout import Span
 from ..comms.exchange import Exchange
-from .id_map import IdMap, RenewingIdMap
+from .id_map import IdMap, RenewingIdMap, SteppedIdMap
 from .routes import ROWS, Routes
 from .row_state import Touched, WholeRows, touched_rows
 from .step import Step
@@ -46,18 +46,21 @@ class LocalShards:
         ids, rows, at = step.received_ids, step.received_ids.clone(), 0
         # host sync on CUDA: where the ids of each slot begin
         ends = [0, *step.received_lengths.sum(1).cumsum(0).tolist()]
+        stepped = {table: id_map for table, id_map in id_maps.items() if isinstance(id_map, SteppedIdMap)}
+        for id_map in stepped.values():
+            id_map.begin_step()
         # column shards of the same rows see the same ids: they are translated once
         translated: dict[tuple[str, Span], Tensor] = {}
         for group, part in zip(self.tables.groups, self.parts, strict=True):
             slots = part.slots if step.update or not part.is_replica else ()
             for number, shard in enumerate(part.shards):
                 begin, at = at, at + sum(slot.shard == number for slot in slots)
-                id_map, key = id_maps.get(shard.table), (shard.table, shard.rows)
-                if id_map is None or begin == at:
+                mapped, key = id_maps.get(shard.table), (shard.table, shard.rows)
+                if mapped is None or (begin == at and shard.table not in stepped):
                     continue
                 if key not in translated:
-                    translated[key] = id_map.translate(shard.table, ids[ends[begin] : ends[at]], group.step)
-                    renewal = id_map.renewal() if isinstance(id_map, RenewingIdMap) else None
+                    translated[key] = mapped.translate(shard.table, ids[ends[begin] : ends[at]], group.step)
+                    renewal = mapped.renewal() if isinstance(mapped, RenewingIdMap) else None
                     if renewal is not None:
                         step.renewals[key] = renewal
                 rows[ends[begin] : ends[at]] = translated[key]

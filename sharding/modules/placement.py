@@ -264,7 +264,10 @@ def plan_cuts(
     """
     require_tables(of_module, params)
     if not isinstance(sharder, BaseEmbeddingSharder):
-        return {"plan": str(EmbeddingModuleShardingPlan(of_module)._serialize())}
+        plain = (
+            of_module if isinstance(of_module, EmbeddingModuleShardingPlan) else EmbeddingModuleShardingPlan(of_module)
+        )
+        return {"plan": str(plain._serialize())}
     cuts: dict[str, str] = {}
     with warnings.catch_warnings():
         # they are given where the module is sharded

@@ -367,7 +367,17 @@ _UNWRITTEN = ("cache_params", "key_value_params")
 
 
 def plan_to_json(plan: ShardingPlan, world_size: int, local_world_size: int) -> dict[str, Any]:
-    """A plan as a file has it; of its explanation there is the text."""
+    """A plan as a file has it; of its explanation there is the text.
+
+    Raises:
+        ValueError: a module's part is no plan of tables.
+    """
+    for path, of_module in plan.plan.items():
+        if type(of_module) not in (dict, EmbeddingModuleShardingPlan):
+            raise ValueError(
+                f"module {path!r}: the file of a plan has tables alone, not the {type(of_module).__name__} of a"
+                " module without them: leave it out, and make it where the model is sharded"
+            )
     modules = {
         path: {name: _written(sharding) for name, sharding in tables.items()} for path, tables in plan.plan.items()
     }

@@ -11,6 +11,7 @@ from .torchrec_names import TABLE
 __all__ = ["HINTS", "OPS", "advice", "op_hint"]
 
 _HOST_TIERS = "rows live on the device that trains them: host memory, caches and SSD are not served"
+_OF_POOLS = "ids and rows of a pool travel inside ShardedTensorPool and ShardedKeyedJaggedTensorPool"
 _METRICS = "torchmetrics has most of them; shardwise.models has the AUC and normalized entropy of its examples"
 _FBGEMM_KERNELS = (
     "ops are torch.ops.fbgemm.* after import shardwise.fbgemm, and tables are modules: shardwise.fbgemm.tables"
@@ -28,7 +29,17 @@ HINTS: Mapping[str, str] = {
     "torchrec.distributed.test_utils": "tests/support/ranks.py of shardwise's repository spawns ranks for tests",
     "torchrec.metrics": _METRICS,
     "torchrec.ir": "not in TorchRec 1.8's wheel; torch.export takes the whole model, lookups as ops (docs/export.md)",
-    "torchrec.modules.itep_modules": "pruning in training is not served",
+    "torchrec.distributed.sharding.rw_kjt_pool_sharding": _OF_POOLS,
+    "torchrec.distributed.sharding.rw_pool_sharding": _OF_POOLS,
+    "torchrec.distributed.sharding.rw_tensor_pool_sharding": _OF_POOLS,
+    "torchrec.distributed.tensor_sharding": _OF_POOLS,
+    "torchrec.modules.object_pool_lookups": _HOST_TIERS,
+    "torchrec.modules.itep_modules.RowwiseShardedITEPModule": (
+        "row shards prune inside ShardedITEPEmbeddingBagCollection, whose _itep_module holds them under every plan"
+    ),
+    "torchrec.distributed.itep_embeddingbag": (
+        "stages of a step are those of every sharded module: there is no context or group of sharding types of its own"
+    ),
 }
 
 _CODECS = "shardwise.QCommsConfig, which compresses what ranks exchange"

@@ -119,6 +119,18 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
         "shardwise.sharding.quant.inspect": "get_non_scriptable_trec_module",
     },
+    "torchrec.distributed.itep_embeddingbag": {
+        "shardwise.sharding.modules.itep": (
+            "ITEPEmbeddingBagCollectionSharder ITEPEmbeddingCollectionSharder ShardedITEPEmbeddingBagCollection "
+            "ShardedITEPEmbeddingCollection"
+        ),
+    },
+    "torchrec.distributed.keyed_jagged_tensor_pool": {
+        "shardwise.sharding.pools": (
+            "KeyedJaggedTensorPoolAwaitable KeyedJaggedTensorPoolSharder ShardedInferenceKeyedJaggedTensorPool "
+            "ShardedKeyedJaggedTensorPool"
+        ),
+    },
     "torchrec.distributed.mc_embedding": {
         "shardwise.sharding.modules.managed_collision": (
             "ManagedCollisionEmbeddingCollectionSharder ShardedManagedCollisionEmbeddingCollection"
@@ -142,6 +154,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "torchrec.distributed.sharding_plan": "get_default_sharders",
         "shardwise.sharding.dmp.dmp_collection": "DMPCollection",
         "shardwise.sharding.dmp.unwrap": "get_module get_unwrapped_module",
+    },
+    "torchrec.distributed.object_pool": {
+        "shardwise.sharding.pools": "ShardedObjectPool",
     },
     "torchrec.distributed.planner": {
         "torchrec.distributed.planner.planners": "EmbeddingPlannerBase EmbeddingShardingPlanner",
@@ -405,6 +420,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.sharding.pipeline": "DataLoadingThread",
         "torchrec.distributed.train_pipeline.pipeline_context": "TrainPipelineContext",
     },
+    "torchrec.distributed.tensor_pool": {
+        "shardwise.sharding.pools": (
+            "LocalShardPool ShardedInferenceTensorPool ShardedTensorPool TensorPoolAwaitable TensorPoolSharder"
+        ),
+    },
     "torchrec.distributed.types": {
         "shardwise.kernels.lookup.bounds": "BoundsCheckMode",
         "shardwise.sharding.plan.plan": (
@@ -427,6 +447,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.sharding.torchrec.fused_params": "KeyValueParams",
         "shardwise.sharding.torchrec.bucketize": "ShardingBucketMetadata",
         "shardwise.planner.torchrec.types": "CacheStatistics PipelineType",
+        "shardwise.sharding.pools": "ObjectPoolShardingPlan ObjectPoolShardingType",
     },
     "torchrec.distributed.utils": {
         "shardwise.sharding.dmp.unwrap": "CopyableMixin copy_to_device get_unsharded_module_names sharded_model_copy",
@@ -550,6 +571,15 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.modules.fused_embedding_modules": {
         "shardwise.embeddings": "FusedEmbeddingBagCollection FusedEmbeddingCollection fuse_embedding_optimizer",
     },
+    "torchrec.modules.itep_embedding_modules": {
+        "shardwise.embeddings.pruning": "ITEPEmbeddingBagCollection ITEPEmbeddingCollection",
+    },
+    "torchrec.modules.itep_modules": {
+        "shardwise.embeddings.pruning": "GenericITEPModule",
+    },
+    "torchrec.modules.keyed_jagged_tensor_pool": {
+        "shardwise.embeddings.pools": "KeyedJaggedTensorPool",
+    },
     "torchrec.modules.lazy_extension": {
         "shardwise.models": "LazyModuleExtensionMixin lazy_apply",
     },
@@ -571,8 +601,25 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.modules.mlp": {
         "shardwise.models": "Perceptron MLP",
     },
+    "torchrec.modules.object_pool": {
+        "shardwise.embeddings.pools": "ObjectPool",
+    },
+    "torchrec.modules.object_pool_lookups": {
+        "shardwise.embeddings.pools": (
+            "KeyedJaggedTensorPoolLookup TensorJaggedIndexSelectLookup TensorLookup TensorPoolLookup"
+        ),
+    },
+    "torchrec.modules.pruning_logger": {
+        "shardwise.embeddings.pruning": "PruningLogBase PruningLogger PruningLoggerDefault",
+    },
     "torchrec.modules.regroup": {
         "shardwise.jagged": "KTRegroupAsDict",
+    },
+    "torchrec.modules.tensor_pool": {
+        "shardwise.embeddings.pools": "TensorPool",
+    },
+    "torchrec.modules.utils": {
+        "shardwise.embeddings.pools": "deterministic_dedup",
     },
     "torchrec.modules.sorted_index_select": {
         "shardwise.embeddings.collections.sorted_select": "maybe_sorted_index_select sorted_index_select",
