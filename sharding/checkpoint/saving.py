@@ -79,7 +79,8 @@ def save(
     """Save a model and its optimizers as `<folder>/step-<step>`; all its ranks call this together.
 
     Every rank must see the same folder. A checkpoint is there whole or not at all, whatever dies when: files lie in a
-    hidden folder until all are on the disk. Ranks hold nothing twice in memory, unless `asynchronous`.
+    hidden folder until all are on the disk. Ranks hold nothing twice in memory, unless `asynchronous`; of FULLY_SHARDED
+    tables, whose parts are gathered first, a rank holds all of its shards meanwhile.
 
     Args:
         folder: where step folders are; made if it is not there. A second job that saves there at the same time is

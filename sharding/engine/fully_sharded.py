@@ -35,7 +35,7 @@ class _Part:
     """
 
     def __init__(self, group: TableGroup, state: int | None, replicas: Exchange) -> None:
-        self._group, self._state, self._replicas = group, state, replicas
+        self.group, self._state, self._replicas = group, state, replicas
         tensor = group.flat if state is None else group.states[state]
         size = -(-tensor.numel() // replicas.world_size)
         mine = tensor[replicas.rank * size : (replicas.rank + 1) * size]
@@ -55,9 +55,9 @@ class _Part:
 
     def _put(self, tensor: Tensor) -> None:
         if self._state is None:
-            self._group.flat = tensor
+            self.group.flat = tensor
         else:
-            self._group.states[self._state] = tensor
+            self.group.states[self._state] = tensor
 
     def gather(self) -> tuple[Tensor, Pending]:
         """Memory for the tensor, and the values of all replicas on their way into it: for `take`."""
@@ -247,22 +247,26 @@ class FullyShardedShards(LocalShards):
                         part.release()
                     self._blank()
 
+    def _rows(self, *, replicated: bool) -> list[_Part]:
+        """The weights of cut tables, or of those that each rank of a sharding group has whole."""
+        return [part for part in self._weights if (part.group in self.tables.replicas) == replicated]
+
     def look_up(self, step: Step) -> dict[int, Tensor]:
         """As `LocalShards.look_up`."""
         self._require_unwritten()
-        with self._gathered(self._weights):
+        with self._gathered(self._rows(replicated=False)):
             return super().look_up(step)
 
     def look_up_replicated(self, step: Step, *, dense: bool) -> dict[int, Tensor]:
         """As `LocalShards.look_up_replicated`."""
         if dense:
             return super().look_up_replicated(step, dense=True)
-        with self._gathered(self._weights):
+        with self._gathered(self._rows(replicated=True)):
             return super().look_up_replicated(step, dense=False)
 
     def replicated_weight_gradients(self, step: Step, gradients: Mapping[int, Tensor], divisor: int) -> list[Tensor]:
         """As `LocalShards.replicated_weight_gradients`."""
-        with self._gathered(self._weights):
+        with self._gathered(self._rows(replicated=True)):
             return super().replicated_weight_gradients(step, gradients, divisor)
 
     def update(self, step: Step, gradients: Sequence[Tensor], *, weight_gradients: bool) -> list[Tensor]:
@@ -270,7 +274,7 @@ class FullyShardedShards(LocalShards):
         if step.trains and not self.tables.accumulation.waits:
             with self._updated():
                 return super().update(step, gradients, weight_gradients=weight_gradients)
-        with self._gathered(self._weights if weight_gradients else ()):
+        with self._gathered(self._rows(replicated=False) if weight_gradients else ()):
             return super().update(step, gradients, weight_gradients=weight_gradients)
 
     def apply_sums(self) -> None:

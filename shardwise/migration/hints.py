@@ -26,6 +26,9 @@ HINTS: Mapping[str, str] = {
     "torchrec.distributed.embedding_sharding.group_tables": "tables are grouped by storage inside the engine",
     "torchrec.distributed.model_tracker": "changed ids are not tracked",
     "torchrec.distributed.planner.estimator": "estimators are classes: torchrec.distributed.planner.shard_estimators",
+    "torchrec.distributed.sharded_relay_utils": (
+        "the relay is an all-reduce of RCCLX, which public builds lack: DMPCollection.sync averages by torch's own"
+    ),
     "torchrec.distributed.test_utils": "tests/support/ranks.py of shardwise's repository spawns ranks for tests",
     "torchrec.metrics": _METRICS,
     "torchrec.ir": "torch.export takes the whole model, with its lookups as ops",
