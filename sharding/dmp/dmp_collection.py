@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ class DMPCollection(DistributedModelParallel):
 
     With `ShardingStrategy.FULLY_SHARDED` each replica keeps between steps only its part of the weights and optimizer
     states of its shards, and every update ends with the mean over replicas: what `sync()` after every step makes of
-    DEFAULT, bit for bit where there are two replicas (sums of more are added in the order of ranks). Weights are
+    DEFAULT, bit for bit where there are two replicas (sums of more are added in the order of ranks). A module that is
+    called several times in a step is averaged after each of its backwards. Weights are
     gathered for each lookup, and weights and states for each update; so all ranks look up and train together, in
     evaluation too. Between steps parameters of tables show NaNs: `whole_tables` has the values, and so have state
     dicts and checkpoints, as copies; all ranks ask for these together.
@@ -134,6 +136,8 @@ class DMPCollection(DistributedModelParallel):
             for collection, env_of_collection in self._replicas:
                 for tensor in _weights(collection):
                     exchanges[id(env_of_collection)].broadcast(tensor)
+        if custom_all_reduce is not None:
+            self._warn_of_hook()
         if rs_awaitable_hook_module is not None:
             for shards in self._parts():
                 shards.defers = True
@@ -193,6 +197,14 @@ class DMPCollection(DistributedModelParallel):
         It sees to the collective, its process group and its stream.
         """
         self._custom_all_reduce = reduce_hook
+        self._warn_of_hook()
+
+    def _warn_of_hook(self) -> None:
+        if self._parts() and not any(_weights(collection) for collection, _ in self._replicas):
+            warnings.warn(
+                "custom_all_reduce has no effect: all tables are FULLY_SHARDED, and averaged by their updates",
+                stacklevel=3,
+            )
 
     @torch.no_grad()
     def _average(self, tensors: list[Tensor], env: ShardingEnv2D) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharding_mixes
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
@@ -245,6 +246,9 @@ def memory() -> None:
     assert sum(shards.held_bytes() for shards in named._parts()) == memory_of(named)
     named.ensure_reduce_scatter_complete()
     expect_equal(state_of(spread), state_of(named))
+    with pytest.warns(UserWarning, match="custom_all_reduce has no effect"):
+        spread.set_all_reduce_hook(list.clear)
+    spread.sync()
     # what is not here shows NaNs, which cannot be written
     params = {name: param for name, param in spread.named_parameters() if "td." in name or "ta." in name}
     assert list(params["ebc.embedding_bags.td.weight"].shape) == [ROWS["d"], DIM]
@@ -400,6 +404,10 @@ def mixed_and_piped() -> None:
     (outputs, state), (others, other) = piped(DEFAULT), piped(FULLY)
     assert all(map(torch.equal, outputs, others))
     expect_equal(state, other)
+    # rows in a store lie in other slots on other replicas
+    mix = sharding_mixes.mix_for("row_wise", pooled=True)
+    with pytest.raises(ValueError, match="FULLY_SHARDED: tables whose rows are in a row store"):
+        sharding_mixes.shard(mix, sharding_mixes.build(mix, "sgd"), build(FULLY)._env, stores=dict)
     # four replicas: the mean is added in another order, and is the same on all of them
     whole, spread = build(DEFAULT, size=1), build(FULLY, size=1)
     for step in range(2):
