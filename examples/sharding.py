@@ -46,6 +46,7 @@ from shardwise import (
 )
 from shardwise.sharding import (
     Shard,
+    ShardingStrategy,
     apply_to_all,
     column_wise,
     data_parallel,
@@ -144,6 +145,15 @@ def main() -> None:
         both(batch_of(0, env.rank)).values().sum().backward()
         both.sync()
         say(env, f"{env.world_size // half} replicas of {half} ranks: averaged")
+        # the same, each replica with a part of the tables between steps
+        parts = DMPCollection(
+            tables(), "cpu", ShardingPlan({"": made}), env.world_size, half, env.process_group,
+            sharding_strategy=ShardingStrategy.FULLY_SHARDED,
+        )  # fmt: skip
+        parts(batch_of(0, env.rank)).values().sum().backward()
+        with parts.whole_tables():
+            pairs = zip(both.parameters(), parts.parameters(), strict=True)
+            say(env, f"fully sharded: as averaged: {all(torch.equal(one, other) for one, other in pairs)}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -57,6 +57,11 @@ class FusedOptimizer(KeyedOptimizer):
         self._follow()
         return super().state_dict()
 
+    def published_groups(self) -> list[dict[str, Any]]:
+        """The `param_groups` of `state_dict`, without its states; none after `save_param_groups(False)`."""
+        self._follow()
+        return self._groups_by_name() if self._saves_param_groups else []
+
     def _prepare_states(self, theirs: Mapping[str, Any]) -> Callable[[], None]:
         return super()._prepare_states(self._with_counts(theirs))
 

@@ -60,14 +60,18 @@ class KeyedOptimizer(torch.optim.Optimizer):
         state = {by_tensor[id(p)]: plain_values(values) for p, values in self.state.items() if id(p) in by_tensor}
         if not self._saves_param_groups:
             return {"state": state}
-        groups = [
+        # a tuple, which torch.distributed.checkpoint keeps as one value: on a rank without a shard of some
+        # ShardedTensor it mistakes what it makes of a list of dicts for the keys of an older format
+        return {"state": state, "param_groups": tuple(self._groups_by_name())}
+
+    def _groups_by_name(self) -> list[dict[str, Any]]:
+        """`param_groups` with names in the place of parameters."""
+        by_tensor = {id(param): name for name, param in self.params.items()}
+        return [
             {"params": sorted(by_tensor[id(param)] for param in group["params"] if id(param) in by_tensor),
              **{k: deepcopy(v) for k, v in group.items() if k != "params"}}
             for group in self.param_groups
         ]  # fmt: skip
-        # a tuple, which torch.distributed.checkpoint keeps as one value: on a rank without a shard of some
-        # ShardedTensor it mistakes what it makes of a list of dicts for the keys of an older format
-        return {"state": state, "param_groups": tuple(groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy states in place and take the groups' hyper-parameters, if the dict has groups.

@@ -171,7 +171,7 @@ class Contents:
         """`param_groups` of the tables' optimizers."""
         groups = []
         for prefix, optimizer in self.fused:
-            for group in optimizer.state_dict().get("param_groups", ()):
+            for group in optimizer.published_groups():
                 groups.append({**_plain_group(group), "params": [prefix + name for name in group["params"]]})
         return groups
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardwise.embeddings.optim.keyed_optimizer import KeyedOptimizer, _hyper_of
 from shardwise.kernels import rule_named
 from shardwise.planner.layout import fingerprint
+from shardwise.sharding.engine.fully_sharded import whole_tables
 from shardwise.sharding.engine.state import Box, overlap, part_of
 
 from .compare import Matched, compare
@@ -103,14 +104,15 @@ def load(
 
         return (go, manifest, report), fingerprint((), (manifest.step, manifest.files))
 
-    go, manifest, report = agree(link, prepare)
+    with whole_tables(model, keep=True):
+        go, manifest, report = agree(link, prepare)
 
-    def fill() -> tuple[None, int]:
-        with torch.no_grad():
-            go()
-        return None, 0
+        def fill() -> tuple[None, int]:
+            with torch.no_grad():
+                go()
+            return None, 0
 
-    agree(link, fill)
+        agree(link, fill)
     return Loaded(manifest.step, manifest.extra, report)
 
 

@@ -17,6 +17,7 @@ from shardwise._version import __version__
 from shardwise.planner.layout import fingerprint
 from shardwise.sharding.comms.consensus import value_or_error
 from shardwise.sharding.comms.failures import agreed
+from shardwise.sharding.engine.fully_sharded import whole_tables
 
 from .contents import Contents, Plain, contents_of, link_of
 from .errors import ERRORS, Link, agree
@@ -78,7 +79,8 @@ def save(
     """Save a model and its optimizers as `<folder>/step-<step>`; all its ranks call this together.
 
     Every rank must see the same folder. A checkpoint is there whole or not at all, whatever dies when: files lie in a
-    hidden folder until all are on the disk. Ranks hold nothing twice in memory, unless `asynchronous`.
+    hidden folder until all are on the disk. Ranks hold nothing twice in memory, unless `asynchronous`; of FULLY_SHARDED
+    tables, whose parts are gathered first, a rank holds all of its shards meanwhile.
 
     Args:
         folder: where step folders are; made if it is not there. A second job that saves there at the same time is
@@ -120,20 +122,22 @@ def save(
         number = fingerprint(shards, (step, *names, *contents.dense))
         return (described, parts), number
 
-    described, parts = agree(link, prepare)
-    attempt = _begin(folder, step, link)
-    found = Saving(attempt.target)
-    if asynchronous:
-        parts = [(stored, tensor.detach().to("cpu", copy=True)) for stored, tensor in parts]
-        found._thread = threading.Thread(
-            target=found._run,
-            args=(lambda: write(attempt, described, parts, keep_last),),
-            name=f"save {found.path.name}",
-        )
-        _under_way[folder] = found
-        found._thread.start()
-    else:
-        write(attempt, described, parts, keep_last)
+    # memory that a part of each replica is gathered in goes again at the end
+    with whole_tables(model):
+        described, parts = agree(link, prepare)
+        attempt = _begin(folder, step, link)
+        found = Saving(attempt.target)
+        if asynchronous:
+            parts = [(stored, tensor.detach().to("cpu", copy=True)) for stored, tensor in parts]
+            found._thread = threading.Thread(
+                target=found._run,
+                args=(lambda: write(attempt, described, parts, keep_last),),
+                name=f"save {found.path.name}",
+            )
+            _under_way[folder] = found
+            found._thread.start()
+        else:
+            write(attempt, described, parts, keep_last)
     return found
 
 

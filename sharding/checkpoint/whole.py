@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.sharding.comms.exchange import Exchange
+from shardwise.sharding.engine.fully_sharded import whole_tables
 from shardwise.sharding.engine.state import part_of
 
 from .contents import HeldTable, contents_of, link_of
@@ -35,7 +36,8 @@ def full_state_dict(model_or_path: nn.Module | str | os.PathLike[str]) -> dict[s
 def _of_model(model: nn.Module) -> dict[str, Tensor]:
     link = link_of(model)
     contents = agree(link, lambda: (contents_of(model, None, link), 0))
-    tensors = {name: _gathered(table) for name, table in contents.tables.items()}
+    with whole_tables(model):
+        tensors = {name: _gathered(table) for name, table in contents.tables.items()}
     tensors.update({name: tensor.detach().to("cpu", copy=True) for name, tensor in contents.dense.items()})
     return {**tensors, **{name: tensors[original] for name, original in contents.aliases.items()}}
 

@@ -88,7 +88,12 @@ def new_group(ranks: list[int], backend: str | None = None, *, members_only: boo
 
 
 class ShardingStrategy(Enum):
-    """What `DMPCollection` does about replicas of tables. DEFAULT and PER_MODULE are alike; FULLY_SHARDED raises."""
+    """What `DMPCollection` does about replicas of tables.
+
+    DEFAULT and PER_MODULE are alike: each replica holds all of its tables, and `sync()` averages them. With
+    FULLY_SHARDED each replica keeps a part of the weights and optimizer states of its shards between steps; they are
+    gathered for a lookup and an update, and averaged by every update.
+    """
 
     DEFAULT = "default"
     PER_MODULE = "per_module"
@@ -200,7 +205,7 @@ class ShardingEnv2D(ShardingEnv):
         sharding_strategy: see `ShardingStrategy`.
 
     Raises:
-        ValueError: the mesh is no matrix of these groups, a size does not divide, or the strategy is not served.
+        ValueError: the mesh is no matrix of these groups, or a size does not divide.
     """
 
     def __init__(
@@ -213,8 +218,6 @@ class ShardingEnv2D(ShardingEnv):
         use_inter_host_allreduce: bool = False,
         sharding_strategy: ShardingStrategy = ShardingStrategy.DEFAULT,
     ) -> None:
-        if sharding_strategy is ShardingStrategy.FULLY_SHARDED:
-            raise ValueError("sharding_strategy FULLY_SHARDED is not served: DEFAULT averages replicas in sync()")
         sizes = dist.get_world_size(replica_pg), dist.get_world_size(sharding_pg)
         if device_mesh.ndim != 2 or tuple(device_mesh.mesh.shape) != sizes:
             shape = list(device_mesh.mesh.shape)
@@ -250,6 +253,11 @@ class ShardingEnv2D(ShardingEnv):
             raise ValueError(f"rank must be one of {self.global_world_size}, got {rank}")
         # consecutive ranks are a group, or ranks that stand as far apart as there are groups
         return rank % self.world_size if self.use_inter_host_allreduce else rank // self.num_sharding_groups()
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether each of several replicas keeps a part of its shards alone."""
+        return self.sharding_strategy is ShardingStrategy.FULLY_SHARDED and not is_alone(self.replica_pg)
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:

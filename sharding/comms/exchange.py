@@ -215,6 +215,31 @@ class Exchange:
                 if tensor.data_ptr() != part.data_ptr():
                     tensor.copy_(part.view_as(tensor))
 
+    def gather_pieces(self, piece: Tensor, whole: Tensor, *, what: str = "pieces of tables") -> Pending:
+        """Fill the flat `whole` [W n] by the pieces [n] of all ranks, rank after rank."""
+        self.sent += piece.numel() * piece.element_size() * (self.world_size - 1)
+        # torch's name for it since 2.13; the other one warns there
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return Pending(_as_sent(whole), self, gather, _as_sent(piece), what=what)
+
+    def mean_pieces(self, whole: Tensor, *, what: str = "means of tables") -> Pending:
+        """The transpose: this rank's piece [n] of the mean of what all ranks have in their flat `whole` [W n].
+
+        Added in the order of ranks, so no backend and no size changes a bit; fp16 and bf16 in fp32, and rounded once.
+        `whole` must stay as it is until then.
+        """
+        pending = self.all_to_all(_as_sent(whole), what=what)
+
+        def read(received: Tensor) -> tuple[Tensor, list[int]]:
+            pieces = received.view(whole.dtype).view(self.world_size, -1)
+            total = pieces[0].to(torch.float32 if whole.itemsize < 4 else whole.dtype, copy=True)
+            for piece in pieces[1:]:
+                total += piece
+            return total.div_(self.world_size).to(whole.dtype), []
+
+        pending.read = read
+        return pending
+
     def value(self, mine: bytes, rank: int, device: torch.device | None = None) -> bytes:
         """Rank `rank`'s bytes, on every rank; where only NCCL is there they travel by this rank's `device`."""
         if self.alone:
@@ -227,6 +252,11 @@ class Exchange:
         of_rank = torch.from_numpy(data).to(carrier)
         self.broadcast(of_rank, rank, what="bytes")
         return of_rank.cpu().numpy().tobytes()
+
+
+def _as_sent(tensor: Tensor) -> Tensor:
+    """A flat tensor as backends carry it that do not know half precision: as bytes, on the same memory."""
+    return tensor.view(torch.uint8) if tensor.itemsize < 4 else tensor
 
 
 def hang_up(group: dist.ProcessGroup) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comms.env import ShardingEnv, ShardingEnv2D, ShardingStrategy
 from ..comms.exchange import Exchange
 from ..engine.collection import ShardedCollection
+from ..engine.fully_sharded import FullyShardedShards, whole_tables
 from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import ShardingPlan
 from .data_parallel import DataParallelWrapper
@@ -47,6 +50,14 @@ class DMPCollection(DistributedModelParallel):
     Each replica trains by the batches of its own group; `sync()` makes all replicas their mean. Dense layers are data
     parallel over all ranks, and replicas begin with the tables of the first. On the CPU as on GPUs.
 
+    With `ShardingStrategy.FULLY_SHARDED` each replica keeps between steps only its part of the weights and optimizer
+    states of its shards, and every update ends with the mean over replicas: what `sync()` after every step makes of
+    DEFAULT, bit for bit where there are two replicas (sums of more are added in the order of ranks). A module that is
+    called several times in a step is averaged after each of its backwards. Weights are
+    gathered for each lookup, and weights and states for each update; so all ranks look up and train together, in
+    evaluation too. Between steps parameters of tables show NaNs: `whole_tables` has the values, and so have state
+    dicts and checkpoints, as copies; all ranks ask for these together.
+
     Args:
         module, device, sharders, init_data_parallel, init_parameters, data_parallel_wrapper, timeout_s: as
             `DistributedModelParallel`.
@@ -59,13 +70,16 @@ class DMPCollection(DistributedModelParallel):
         node_group_size: consecutive ranks of a sharding group that are a host; by default from LOCAL_WORLD_SIZE.
         use_inter_host_allreduce: sharding groups are consecutive ranks (0, 1 and 2, 3), so that exchanges stay on
             hosts; by default they are ranks apart (0, 2 and 1, 3), so that averages do.
-        custom_all_reduce: as `set_all_reduce_hook`.
+        custom_all_reduce: as `set_all_reduce_hook`; FULLY_SHARDED tables are averaged without it.
         submodule_configs: modules of these classes are sharded by their own plans and groups.
-        rs_awaitable_hook_module, use_sharded_relay: not served.
+        rs_awaitable_hook_module: a child of the model at the end of whose next forward the mean of FULLY_SHARDED tables
+            is waited for and their memory let go, as `ensure_reduce_scatter_complete` does; or at their next lookup,
+            if that comes before. By default this is at the end of the backward that updated them.
+        use_sharded_relay: not served.
 
     Raises:
-        ValueError: group sizes do not divide the world, or something is asked for that is not served; and as
-            `DistributedModelParallel`.
+        ValueError: group sizes do not divide the world, the hook's module is no child or no table is FULLY_SHARDED, or
+            something is asked for that is not served; and as `DistributedModelParallel`.
     """
 
     def __init__(
@@ -89,10 +103,11 @@ class DMPCollection(DistributedModelParallel):
         use_sharded_relay: bool = False,
         timeout_s: float | None = 60,
     ) -> None:
-        if rs_awaitable_hook_module is not None:
-            raise ValueError("rs_awaitable_hook_module: sharding_strategy FULLY_SHARDED is not served, leave it None")
         if use_sharded_relay:
-            raise ValueError("use_sharded_relay is not served: sync() averages by one all-reduce per dtype")
+            raise ValueError(
+                "use_sharded_relay is not served: it is an all-reduce of RCCLX, which public builds lack; sync()"
+                " averages by one all-reduce per dtype"
+            )
         if world_size != dist.get_world_size(global_pg):
             raise ValueError(f"world_size {world_size} is not that of global_pg, {dist.get_world_size(global_pg)}")
         device = torch.device(device)
@@ -104,6 +119,8 @@ class DMPCollection(DistributedModelParallel):
         self._envs_of_classes = {
             submodule.module: _env_for(submodule, global_pg, device) for submodule in submodule_configs or []
         }
+        if rs_awaitable_hook_module is not None:
+            _require_hook(module, rs_awaitable_hook_module, [env, *self._envs_of_classes.values()])
         self._custom_all_reduce = custom_all_reduce
         # the parts of all plans; later ones go before
         plans = [plan, *(submodule.plan for submodule in submodule_configs or [])]
@@ -119,12 +136,51 @@ class DMPCollection(DistributedModelParallel):
             for collection, env_of_collection in self._replicas:
                 for tensor in _weights(collection):
                     exchanges[id(env_of_collection)].broadcast(tensor)
+        if custom_all_reduce is not None:
+            self._warn_of_hook()
+        if rs_awaitable_hook_module is not None:
+            for shards in self._parts():
+                shards.defers = True
+            child = dict(self.module.named_children())[rs_awaitable_hook_module]
+            child.register_forward_hook(lambda *_: self.ensure_reduce_scatter_complete())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As `DistributedModelParallel.forward`.
+
+        An error that a sharding group raises together, for a bad id say, ends the others' step by RankFailure where
+        tables are FULLY_SHARDED: they would wait for its part of the tables.
+        """
+        try:
+            return super().forward(*args, **kwargs)
+        except Exception as error:
+            for shards in self._parts():
+                shards.tell_replicas(error, "in forward")
+            raise
+
+    def ensure_reduce_scatter_complete(self) -> None:
+        """Wait for the mean of FULLY_SHARDED tables that is under way, and let the memory of whole tables go.
+
+        Nothing happens where none is: it is over with the backward, unless `rs_awaitable_hook_module` is given.
+
+        Raises:
+            RankFailure: another rank failed, ended or did not come.
+        """
+        for shards in self._parts():
+            shards.complete()
+
+    def whole_tables(self, *, keep: bool = False) -> AbstractContextManager[None]:
+        """A block in which the parameters of FULLY_SHARDED tables have their values; all ranks enter it together.
+
+        With `keep` what they are at its end is kept, of which all replicas must have made the same.
+        """
+        return whole_tables(self._dmp_wrapped_module, keep=keep)
 
     def sync(self, include_optimizer_state: bool = True) -> None:
         """Make every replica's tables the mean of all; their optimizer states too, unless asked not to.
 
         One all-reduce for each dtype of weights, and one of states. All ranks call this together, after a step.
-        Replicas have equal bits afterwards, but for states if these are left out.
+        Replicas have equal bits afterwards, but for states if these are left out. Tables that are FULLY_SHARDED are the
+        mean already, and are left out.
         """
         with self.watched("in sync"):
             for env in {id(env): env for _, env in self._replicas}.values():
@@ -141,6 +197,14 @@ class DMPCollection(DistributedModelParallel):
         It sees to the collective, its process group and its stream.
         """
         self._custom_all_reduce = reduce_hook
+        self._warn_of_hook()
+
+    def _warn_of_hook(self) -> None:
+        if self._parts() and not any(_weights(collection) for collection, _ in self._replicas):
+            warnings.warn(
+                "custom_all_reduce has no effect: all tables are FULLY_SHARDED, and averaged by their updates",
+                stacklevel=3,
+            )
 
     @torch.no_grad()
     def _average(self, tensors: list[Tensor], env: ShardingEnv2D) -> None:
@@ -149,6 +213,11 @@ class DMPCollection(DistributedModelParallel):
             return
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             self._custom_all_reduce([tensor for tensor in tensors if tensor.dtype == dtype])
+
+    def _parts(self) -> list[FullyShardedShards]:
+        """Of all collections of which each replica keeps a part."""
+        of_all = [collection.shards for collection in self._sharded.values()]
+        return [shards for shards in of_all if isinstance(shards, FullyShardedShards)]
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         envs = [env for env in (self._env, *self._envs_of_classes.values()) if isinstance(env, ShardingEnv2D)]
@@ -181,9 +250,20 @@ def _env_of_sharded(collection: ShardedCollection) -> ShardingEnv2D:
 
 
 def _weights(collection: ShardedCollection) -> list[Tensor]:
-    # tables that are trained by their gradient are dense layers, and equal on all ranks
-    return [group.flat for group in collection._tables.groups]
+    # replicated tables that are trained by their gradient are dense layers, and equal on all ranks
+    return [group.flat for group in collection.shards.averaged_groups()]
 
 
 def _states(collection: ShardedCollection) -> list[Tensor]:
-    return [state for group in collection._tables.groups for state in group.states]
+    return [state for group in collection.shards.averaged_groups() for state in group.states]
+
+
+def _require_hook(module: nn.Module, name: str, envs: Sequence[ShardingEnv2D]) -> None:
+    children = [child for child, _ in module.named_children()]
+    if name not in children:
+        raise ValueError(f"rs_awaitable_hook_module {name!r} is none of the model's children {children}")
+    if not any(env.sharding_strategy is ShardingStrategy.FULLY_SHARDED for env in envs):
+        raise ValueError(
+            f"rs_awaitable_hook_module {name!r}: nothing is reduce-scattered, as no sharding_strategy is FULLY_SHARDED;"
+            " leave it None"
+        )

@@ -32,13 +32,14 @@ from ...planner.layout import Shard, TableOptions, validate
 from ..comms.agreement import Facts, agree, facts_of, facts_of_shards
 from ..comms.awaitable import LazyAwaitable
 from ..comms.consensus import send_header
-from ..comms.env import ShardingEnv, get_gradient_division
+from ..comms.env import ShardingEnv, ShardingEnv2D, get_gradient_division
 from ..comms.exchange import Exchange
 from ..comms.failures import agreed
 from ..comms.host_exchange import HostExchange
 from ..comms.qcomms import codecs_of
 from .dedup import dedup_ids
 from .flags import fault_error, fault_of, flag_of, raise_after_backward
+from .fully_sharded import FullyShardedShards
 from .fused_optimizer import ShardedFusedOptimizer
 from .id_map import IdMap, id_ranges, pack_mapped
 from .late_weights import finish_weights
@@ -129,7 +130,12 @@ class ExchangedLookup(torch.autograd.Function):
                     by_lookup = wire.by_lookup(step, grad)
                     fault = fault_of(by_lookup, weights, sent, wire.codec_back, lookups, checked=checked)
                 shards.release(step)
-                raise_after_backward(fault_error(exchange, fault, wire.routes, wire.codec_back, collection.device))
+                error = fault_error(exchange, fault, wire.routes, wire.codec_back, collection.device)
+                if isinstance(shards, FullyShardedShards):
+                    # other replicas wait for this one's part, and no average of dense gradients will come to an end
+                    shards.tell_replicas(error, "in backward")
+                    raise error
+                raise_after_backward(error)
                 return None, None, None, *of_weights, *of_tables
             exchange.buffers.recycle(sent, received)
             # the update may have its memory
@@ -194,6 +200,11 @@ class ShardedCollection(WritableTables):
         # TorchRec's default: with DDP's mean over ranks, tables and dense layers then see the same loss. False of one
         # collection, or of all by comm_ops.set_gradient_division, leaves sums over ranks
         self.gradient_division = True
+        self._replicas = (
+            Exchange(env.replica_pg, self._exchange)
+            if isinstance(env, ShardingEnv2D) and env.is_fully_sharded
+            else None
+        )
         self._id_maps = dict(id_maps or {})
         self.maps_ids = bool(self._id_maps)
         self._dedup = dedup and not self._pooled
@@ -210,6 +221,12 @@ class ShardedCollection(WritableTables):
                 raise ValueError(
                     f"tables {dense}: what trains by its gradient has all rows on the device, no row store"
                 )
+            if self._replicas is not None and (stores is not None or mapped):
+                raise ValueError(
+                    "sharding_strategy FULLY_SHARDED: tables whose rows are in a row store or found by an id map cannot"
+                    " be kept in parts, as replicas have other rows in their slots: give their module DEFAULT by a"
+                    " DMPCollectionConfig"
+                )
             routes, facts = self._plan(tables, shards)
             return (routes, marks), {**facts, **facts_of_replicas(tables, shards, device)}
 
@@ -221,6 +238,9 @@ class ShardedCollection(WritableTables):
         self.routed_ahead: deque[Step] = deque()
         self.add_module(self._children_name, local_tables.children())
         self.train(module.training)
+        if isinstance(self.shards, FullyShardedShards):
+            # before anything else has views of whole tables
+            self.shards.spread(first=True)
         # what this rank's tables run in their backward
         self.fused_optimizer = ShardedFusedOptimizer(self.shards, self.states, self._children_name)
         self.register_state_dict_post_hook(publish_weights)  # type: ignore[no-untyped-call]
@@ -253,7 +273,11 @@ class ShardedCollection(WritableTables):
         host = None if self._local is None else HostExchange(self._local, rank)
         codecs = self._codec, self._codec_back
         self.wire = PooledWire(routes, rank, *codecs, host) if self._pooled else SequenceWire(routes, rank, *codecs)
-        self.shards = LocalShards(routes, rank, local_tables, self._exchange)
+        self.shards: LocalShards = (
+            LocalShards(routes, rank, local_tables, self._exchange)
+            if self._replicas is None
+            else FullyShardedShards(routes, rank, local_tables, self._exchange, self._replicas)
+        )
         # what the state dicts of this rank's tables are made of
         self.states = States(routes, local_tables, self._env)
         self._output_dtypes = output_dtypes(routes, self._policy.output_dtype, self._arrives_as)
@@ -288,11 +312,12 @@ class ShardedCollection(WritableTables):
     @property
     def collectives(self) -> int:
         """Collectives called so far."""
-        return self._exchange.calls + (0 if self._local is None else self._local.calls)
+        beside = [exchange for exchange in (self._local, self._replicas) if exchange is not None]
+        return self._exchange.calls + sum(exchange.calls for exchange in beside)
 
     def name_exchanges(self, path: str) -> None:
         """Have a failure in an exchange name this collection by its path in the model."""
-        for exchange in (self._exchange, self._local):
+        for exchange in (self._exchange, self._local, self._replicas):
             if exchange is not None:
                 exchange.label = f" of {path!r}" if path else ""
 
@@ -512,10 +537,11 @@ class ShardedCollection(WritableTables):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedCollection:
         take_over(self)
-        self._tables.move(fn)
-        for name, holder in weight_holders(self).items():
-            holder._parameters["weight"] = self._tables.parameters[name]
-        self._forget()
+        with self.shards.whole(keep=True):
+            self._tables.move(fn)
+            for name, holder in weight_holders(self).items():
+                holder._parameters["weight"] = self._tables.parameters[name]
+            self._forget()
         return self
 
 

@@ -14,8 +14,9 @@ from shardwise.embeddings.tables.row_sums import add_powers, root_of
 
 from ..comms.env import ShardingEnv2D
 from ..comms.exchange import Exchange
+from .fully_sharded import blank_like
 from .shards import LocalShards
-from .state import States, publish, take
+from .state import States, Value, copied, publish, take
 
 
 class ShardedFusedOptimizer(FusedOptimizer):
@@ -34,6 +35,8 @@ class ShardedFusedOptimizer(FusedOptimizer):
         self._prefix, self._shards, self._local, self._values = prefix, shards, shards.tables, states
         self.accumulation = shards.tables.accumulation
         self.resplit: str | None = None
+        # whether states are published in memory of their own
+        self._copies = False
         tables = states.tables.values()
         self._specs = [spec for spec in dict.fromkeys(table.optimizer for table in tables) if spec is not None]
         # the rates that tables train by, until a step passes others on
@@ -72,6 +75,20 @@ class ShardedFusedOptimizer(FusedOptimizer):
             power = add_powers(powers, norm_type) / (1 if norm_type == math.inf else replicas.world_size)
         return root_of(power, norm_type)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As `FusedOptimizer.state_dict`: live, but copies where replicas keep parts of the tables (FULLY_SHARDED)."""
+        if not self._shards.fully_sharded:
+            return super().state_dict()
+        with self._shards.whole():
+            self._copies = True
+            try:
+                published = super().state_dict()
+            finally:
+                self._copies = False
+        # what others hold of the copies is all that is left of them
+        self._follow()
+        return published
+
     def _apply_sums(self) -> None:
         self._shards.apply_sums()
 
@@ -83,28 +100,45 @@ class ShardedFusedOptimizer(FusedOptimizer):
         return self._local.parameters[table]
 
     def _states(self, table: str) -> dict[str, Any] | None:
-        states = {key: publish(value, self._values.env) for key, value in self._values.states(table).items()}
+        states = {key: self._published(value) for key, value in self._values.states(table).items()}
         return states if self._values.homes(table) else None
+
+    def _published(self, value: Value) -> Tensor:
+        if self._copies:
+            value = copied(value)
+        elif self._shards.fully_sharded and value.dtype.is_floating_point:
+            # the numbers are away, and no more than their shape can be seen
+            return blank_like(value.local[0][1], value.size)
+        return publish(value, self._values.env)
 
     def _prepare_states(self, theirs: Mapping[str, Any]) -> Callable[[], None]:
         here = [table for tables in self._tables for table in tables if self._values.homes(table)]
         unknown, missing = set(theirs) - set(self.params), {self._name(table) for table in here} - set(theirs)
         if unknown or missing:
             raise unlike_parameters(len(here), len(theirs), missing, unknown)
-        fills, theirs = [], self._with_counts(theirs)
-        for table in here:
-            name, values = self._name(table), self._values.states(table)
-            wanted, given = {f"{table}.{key}": value for key, value in values.items()}, theirs[self._name(table)]
-            lost, strange = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted))
-            if lost or strange:
-                raise unlike_states(name, len(wanted), len(given), lost, strange)
-            fills += [
-                take(f"{name}: state {key}", value, given[key], self._values.env, resplit=self.resplit)
-                for key, value in wanted.items()
-            ]
+        theirs = self._with_counts(theirs)
+
+        def check() -> list[Callable[[], None]]:
+            return [fill for table in here for fill in self._fills(table, theirs)]
+
+        fills = check()
 
         def fill() -> None:
-            for fill in fills:
-                fill()
+            with self._shards.whole(keep=True):
+                # tables that were away are others now
+                for fill in check() if self._shards.fully_sharded else fills:
+                    fill()
 
         return fill
+
+    def _fills(self, table: str, theirs: Mapping[str, Any]) -> list[Callable[[], None]]:
+        """What fills a table's states from those of all tables; raises as `take`."""
+        name, values = self._name(table), self._values.states(table)
+        wanted, given = {f"{table}.{key}": value for key, value in values.items()}, theirs[name]
+        lost, strange = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted))
+        if lost or strange:
+            raise unlike_states(name, len(wanted), len(given), lost, strange)
+        return [
+            take(f"{name}: state {key}", value, given[key], self._values.env, resplit=self.resplit)
+            for key, value in wanted.items()
+        ]

@@ -21,6 +21,7 @@ from ...planner.layout import Shard, Span, TableOptions
 from ..comms.agreement import Facts, agree
 from ..comms.exchange import Exchange
 from ..plan.plan import ParameterSharding, options_of, shards_of
+from .fully_sharded import FullyShardedShards
 from .routes import Routes, Table
 from .state import Box, States, overlap
 from .tables import LocalTables, facts_of_replicas
@@ -169,11 +170,16 @@ def _go_over(
         }
 
     (routes, local_tables, new), number = agree(exchange, device, make)
-    _carry_steps(old, new, routes, exchange, device)
-    for name in new.tables:
-        _carry(name, old, new, exchange, device)
-    local_tables.take_parameters(collection._tables)
+    before = collection.shards
+    with before.whole():
+        _carry_steps(old, new, routes, exchange, device)
+        for name in new.tables:
+            _carry(name, old, new, exchange, device)
+        local_tables.take_parameters(collection._tables)
     collection._settle(routes, number, local_tables)
+    if isinstance(before, FullyShardedShards) and isinstance(collection.shards, FullyShardedShards):
+        collection.shards.defers = before.defers
+        collection.shards.spread()
     collection.fused_optimizer.follow_plan(collection.shards, collection.states)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from .tables import LocalTables
 
 class LocalShards:
     """This rank's shards, group by group, as its part of the routes lists them."""
+
+    # whether replicas keep a part of them each
+    fully_sharded = False
 
     def __init__(self, routes: Routes, rank: int, local_tables: LocalTables, exchange: Exchange) -> None:
         self.routes, self.rank, self.tables = routes, rank, local_tables
@@ -227,6 +231,17 @@ class LocalShards:
         power = power_of(local, norm_type, self.tables.device)
         # each rank adds the numbers of all in one order
         return add_powers(self._exchange.numbers(power.repeat(self._exchange.world_size)).wait(), norm_type)
+
+    def whole(self, *, keep: bool = False) -> AbstractContextManager[None]:
+        """A block in which all rows and states of this rank are here; with `keep` what they are at its end is kept.
+
+        Here they always are. Where replicas share them (`FullyShardedShards`) the replicas enter and leave together.
+        """
+        return nullcontext()
+
+    def averaged_groups(self) -> list[TableGroup]:
+        """The groups that `DMPCollection.sync` averages over replicas."""
+        return self.tables.groups
 
     def release(self, step: Step) -> None:
         """Let the slots of a step go, after its update or where that is left out."""

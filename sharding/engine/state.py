@@ -163,6 +163,11 @@ def publish(value: Value, env: ShardingEnv) -> Tensor:
     return _sharded_tensor(value, env) if dim is None else _dtensor(value, env, dim)
 
 
+def copied(value: Value) -> Value:
+    """The value in memory of its own."""
+    return replace(value, local=tuple((piece, tensor.detach().clone()) for piece, tensor in value.local))
+
+
 def _even_dim(value: Value, world_size: int) -> int | None:
     """The dimension that a DTensor over all ranks would cut into just these pieces."""
     placed = sorted((piece.rank, piece.box) for piece in value.pieces)
@@ -233,28 +238,35 @@ def take_over(collection: ShardedCollection) -> None:
     }
     if not given:
         return
-    moved = collection._tables.follow(given)
+    with collection.shards.whole(keep=True):
+        moved = collection._tables.follow(given)
     collection._dense_parameters = collection._tables.dense_parameters()
     if moved:
         collection._forget()
 
 
 def publish_weights(collection: ShardedCollection, destination: dict[str, Any], prefix: str, _: Any) -> None:
-    """After `state_dict`: the cut tables of a collection as others see them, in place of this rank's parameters."""
+    """After `state_dict`: the cut tables of a collection as others see them, in place of this rank's parameters.
+
+    Live views, but copies where replicas keep parts of the tables, whose memory goes again.
+    """
     take_over(collection)
-    states = collection.states
-    for name in states.tables:
-        key = f"{prefix}{collection.parameter_name(name)}"
-        if key in destination and not states.is_replicated(name):
-            destination[key] = publish(states.weight(name), states.env)
+    states, apart = collection.states, collection.shards.fully_sharded
+    with collection.shards.whole():
+        for name in states.tables:
+            key = f"{prefix}{collection.parameter_name(name)}"
+            if key in destination and (apart or not states.is_replicated(name)):
+                weight = states.weight(name)
+                destination[key] = publish(copied(weight) if apart else weight, states.env)
 
 
 def take_weights(collection: ShardedCollection, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before `load_state_dict`: fill this rank's tables, which then load what they have."""
-    for name, fill in check_weights(collection, state_dict, prefix).items():
-        fill()
-        # the very parameter, also with assign=True
-        state_dict[f"{prefix}{collection.parameter_name(name)}"] = collection.parameter(name)
+    with collection.shards.whole(keep=True):
+        for name, fill in check_weights(collection, state_dict, prefix).items():
+            fill()
+            # the very parameter, also with assign=True
+            state_dict[f"{prefix}{collection.parameter_name(name)}"] = collection.parameter(name)
 
 
 def check_weights(

@@ -321,6 +321,9 @@ class LocalTables:
 def _stacked(name: str, views: Sequence[Tensor]) -> Tensor:
     """Several shards of one table as one matrix, a view of what they are views of."""
     views = [view for view in views if view.numel()] or views[:1]
+    if len(views) > 1 and not any(view.stride(1) for view in views):
+        # of tables that are away (FULLY_SHARDED) nothing is in memory but one number
+        return views[0][:1].expand(sum(view.shape[0] for view in views), -1)
     if views[0].is_meta:
         # no addresses there
         adjacent = all(a.storage_offset() + a.numel() == b.storage_offset() for a, b in pairwise(views))

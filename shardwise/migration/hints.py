@@ -40,6 +40,9 @@ HINTS: Mapping[str, str] = {
     "torchrec.distributed.itep_embeddingbag": (
         "stages of a step are those of every sharded module: there is no context or group of sharding types of its own"
     ),
+    "torchrec.distributed.sharded_relay_utils": (
+        "the relay is an all-reduce of RCCLX, which public builds lack: DMPCollection.sync averages by torch's own"
+    ),
 }
 
 _CODECS = "shardwise.QCommsConfig, which compresses what ranks exchange"

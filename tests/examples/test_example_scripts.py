@@ -103,6 +103,7 @@ def test_every_strategy_trains_as_one_process(ranks: int) -> None:
     assert "compressed: off by less than 1e-3: True" in lines
     assert any(" | row_wise " in line for line in lines) and any("| grid_shard " in line for line in lines)
     assert ("2 replicas of 2 ranks: averaged" in lines) == (ranks == 4)
+    assert ("fully sharded: as averaged: True" in lines) == (ranks == 4)
 
 
 @pytest.mark.full

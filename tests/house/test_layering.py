@@ -54,7 +54,8 @@ THEIRS: dict[str, set[str]] = {
     "shardwise": {"torch", "click", "rich", "tqdm", "libcst"},
 }
 COLLECTIVES = {
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object", "all_reduce"),
+    *("all_to_all", "all_to_all_single"),
     *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
     *("reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "recv", "isend", "irecv"),
 }

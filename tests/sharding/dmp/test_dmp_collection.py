@@ -358,8 +358,8 @@ def test_replicas_are_saved_once_and_loaded_by_all(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "group": ({"sharding_group_size": 3}, "sharding_group_size 3 does not divide 4 ranks"),
     "host": ({"node_group_size": 3}, "node_group_size 3 does not divide sharding_group_size 2"),
-    "strategy": ({"sharding_strategy": ShardingStrategy.FULLY_SHARDED}, "FULLY_SHARDED is not served"),
-    "hook": ({"rs_awaitable_hook_module": "dense"}, "rs_awaitable_hook_module"),
+    "hook without means": ({"rs_awaitable_hook_module": "dense"}, "'dense': nothing is reduce-scattered"),
+    "hook of nothing": ({"rs_awaitable_hook_module": "ebc.ta"}, "'ebc.ta' is none of the model's children ['ebc'"),
     "relay": ({"use_sharded_relay": True}, "use_sharded_relay is not served"),
 }
 
