@@ -102,12 +102,19 @@ class Step:
     row_sizes: list[int] = field(init=False)  # [W]
     # rows of each group, until all ranks are known to have sent theirs as they are
     unsure_rows: Mapping[int, Tensor] = field(default_factory=dict)
+    # of a step that is looked up ahead of its forward, by lookup: rows of tables that every rank holds, and of those
+    # that are trained by their gradient
+    replicated_rows: dict[int, Tensor] | None = None
+    dense_rows: dict[int, Tensor] | None = None
 
     def settle(self) -> None:
         """Wait for what travels, without a look at it; on the stream that sent it, to whose memory it returns."""
         self.header.pending.wait()
         if self.ids is not None:
             self.ids.wait()
+        rows: Pending | None = getattr(self, "rows", None)
+        if rows is not None:
+            rows.wait()
 
     def release_sent(self) -> None:
         """Let what was sent go, once the ids of all ranks are here: only sizes are asked for later."""
