@@ -156,6 +156,16 @@ class ExchangedLookup(torch.autograd.Function):
         return None, None, None, *of_weights, *of_tables
 
 
+def leave_backward_untraced() -> None:
+    """Have compiled autograd call `ExchangedLookup.backward` between its graphs: nobody can trace what ranks exchange.
+
+    From now on in this process. Not said where the class is made, as it imports torch's compiler.
+    """
+    if not getattr(ExchangedLookup.backward, "_torchdynamo_disable", False):
+        untraced: Any = staticmethod(torch.compiler.disable(ExchangedLookup.backward))
+        setattr(ExchangedLookup, "backward", untraced)  # noqa: B010
+
+
 class ShardedCollection(StagedModule[Step]):
     """The engine: holds this rank's tables, and answers a batch together with the other ranks.
 
