@@ -61,25 +61,32 @@ def test_a_step_that_will_never_be_is_refused() -> None:
     )
 
 
-def compiled_backward() -> tuple[bool, bool, str]:
-    """Whether outputs and the model are those of a plain loop, and what DistributedDataParallel comes to."""
+def compiled_backward() -> tuple[bool, bool]:
+    """Whether outputs and the model are those of a plain loop, and whether something was compiled."""
     graphs: list[Any] = []
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    model, plain, wrapped = (sharded("p", init_data_parallel=kind) for kind in (False, False, True))
+    model, plain = (sharded("p", init_data_parallel=False) for _ in range(2))
     model._compiled_autograd_options = {"backend": count, "dynamic": True, "fullgraph": False}
     pipeline: Any = TrainPipelineSparseDistCompAutograd(model, dense_optimizer(model), CPU)
     outputs = drain(pipeline.progress, (batch_of(n) for n in range(3)))
-    good = same(plain_loop(plain, (batch_of(n) for n in range(3))), outputs) and equal(model, plain)
-    refused = error_of(TrainPipelineSparseDistCompAutograd, wrapped, dense_optimizer(wrapped), CPU)
-    return good, bool(graphs), refused
+    return same(plain_loop(plain, (batch_of(n) for n in range(3))), outputs) and equal(model, plain), bool(graphs)
 
 
 @pytest.mark.ranks
-def test_a_compiled_backward_exchanges_gradients_between_its_graphs() -> None:
-    for good, is_compiled, refused in run_ranks(2, compiled_backward):
-        assert good and is_compiled
-        assert refused.startswith("ValueError: modules ['_dmp_wrapped_module'] are DistributedDataParallel")
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_compiled_backward_exchanges_gradients_between_its_graphs(world: int) -> None:
+    assert run_ranks(world, compiled_backward) == [(True, True)] * world
+
+
+def refused() -> str:
+    model = sharded("p")
+    return error_of(TrainPipelineSparseDistCompAutograd, model, dense_optimizer(model), CPU)
+
+
+@pytest.mark.ranks
+def test_layers_that_torch_reduces_outside_of_compiled_autograd_are_refused() -> None:
+    assert run_ranks(1, refused)[0].startswith("ValueError: modules ['_dmp_wrapped_module'] are DistributedDataParallel")

@@ -20,10 +20,27 @@ from torch import Tensor
 from shardwise import PoolingType
 from shardwise.sharding import (
     EvalPipelineFusedSparseDist,
+    PipelineStage,
+    SparseDataDistUtil,
+    StagedTrainPipeline,
     TrainPipelineFusedSparseDist,
     TrainPipelineSemiSync,
     TrainPipelineSparseDistLite,
 )
+from shardwise.sharding.modules.placement import sharded_collections
+from shardwise.sharding.pipeline.arguments import (
+    ArgInfo,
+    ArgInfoStepFactory,
+    CallArgs,
+    EmbeddingTrainPipelineContext,
+    TrainPipelineContext,
+)
+from shardwise.sharding.pipeline.forwards import (
+    EmbeddingPipelinedForward,
+    InSyncEmbeddingPipelinedForward,
+    embedding_backward,
+)
+from shardwise.sharding.pipeline.postproc import NoOpStream, PipelinedPostproc
 
 pytestmark = pytest.mark.ranks
 
@@ -183,3 +200,103 @@ def test_what_makes_no_sense_is_refused() -> None:
     assert by_gradient.startswith(
         "ValueError: module 'pooled': the pipeline's optimizer trains its tables ['embedding_bags.t2.weight'] by their"
     )
+
+
+def semi_sync(parts: str, outputs: list[Tensor], model: Any) -> bool:
+    """Whether all is as in a loop that looks each batch up before the update of the one before."""
+    plain = sharded(parts)
+    wanted = semi_sync_loop(plain, dense_optimizer(plain), [list(map(batch_of, range(len(outputs))))], 0, False)
+    return same(wanted, outputs) and equal(model, plain) and len(outputs) == 6
+
+
+def by_stages() -> bool:
+    """A loop over stages, one of which looks up."""
+    model = sharded("pws")
+    sparse: SparseDataDistUtil[Batch] = SparseDataDistUtil(model, None)
+    lookup = PipelineStage("start_embedding_lookup", sparse.start_embedding_lookup, None)
+    pipeline: StagedTrainPipeline[Batch, Batch] = StagedTrainPipeline([sparse.start_sparse_data_dist_stage(), lookup])
+    batches, optimizer, outputs = iter([batch_of(n) for n in range(6)]), dense_optimizer(model), []
+    while (batch := pipeline.progress(batches)) is not None:
+        optimizer.zero_grad()
+        losses, output = model(batch)
+        losses.backward()
+        optimizer.step()
+        outputs.append(output.detach().clone())
+    return semi_sync("pws", outputs, model)
+
+
+def by_hand(kind: str) -> bool:
+    """A pipeline of one's own, whose forwards give the model what was looked up ahead."""
+    model = sharded("ps")
+    sources: dict[str, Any] = {"pooled": lambda b: b.pooled, "sequence": lambda b: b.lists["history"]}
+    modules: dict[str, Any] = dict(sharded_collections(model.module))
+    make: Any = EmbeddingPipelinedForward if kind == "detached" else InSyncEmbeddingPipelinedForward
+    contexts = [EmbeddingTrainPipelineContext(index=n) for n in range(6)]
+    for path, module in modules.items():
+        module.forward = make(path, CallArgs([], {}), module, contexts[0])
+
+    def look_up(number: int) -> None:
+        for path, module in modules.items():
+            ctx = contexts[number].module_contexts[path] = module.create_context()
+            arrived = module.input_dist(ctx, sources[path](batch_of(number))).wait().wait()
+            contexts[number].embedding_a2a_requests[path] = module.compute_and_output_dist(ctx, arrived)
+
+    optimizer, outputs = dense_optimizer(model), []
+    look_up(0)
+    for number, context in enumerate(contexts):
+        for module in modules.values():
+            module.forward.set_context(context)
+        losses, output = model(batch_of(number))
+        if number < 5:
+            look_up(number + 1)
+        optimizer.zero_grad()
+        losses.backward()
+        if kind == "detached":
+            embedding_backward(context)
+            assert context.embedding_features == [[["f0", "f1", "f2", "f3"]], ["f0", "f1", "f2"]]
+        optimizer.step()
+        outputs.append(output.detach().clone())
+    return semi_sync("ps", outputs, model)
+
+
+def parts_of_pipelines() -> dict[str, bool]:
+    return {"stages": by_stages(), "detached": by_hand("detached"), "in sync": by_hand("in sync")}
+
+
+def test_pipelines_of_ones_own_may_look_up_ahead() -> None:
+    """With the staleness of `TrainPipelineSemiSync` from the first batch on."""
+    assert run_ranks(2, parts_of_pipelines) == [{"stages": True, "detached": True, "in sync": True}] * 2
+
+
+class Post(torch.nn.Module):
+    """Makes of a batch what a sharded module gets, and counts how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over, self.calls = torch.nn.Linear(2, 2), 0
+
+    def forward(self, dense: Tensor) -> Tensor:
+        self.calls += 1
+        return self.over(dense) * (1 if self.training else 2)  # type: ignore[no-any-return]
+
+
+def test_a_postproc_in_the_model_gives_what_was_made_ahead() -> None:
+    """Once for each batch; the model's names, weights and mode are as without it."""
+    inner = Post()
+    model = torch.nn.Sequential(inner)
+    names, batch = list(model.state_dict()), {"dense": torch.ones(1, 2)}
+    contexts = [TrainPipelineContext(index=n) for n in range(2)]
+    args = CallArgs([ArgInfo([ArgInfoStepFactory.get_item("dense")])], {})
+    model[0] = post = PipelinedPostproc(inner, "0", args, contexts[0], None, None)
+    ahead = post(batch)
+    assert model(torch.zeros(5, 2)) is ahead and inner.calls == 1 and post.get_context() is contexts[0]
+    assert torch.equal(ahead, inner(batch["dense"]))
+    post.set_context(contexts[1])
+    with pytest.raises(RuntimeError, match="call it with the batch alone"):
+        post(torch.zeros(1), torch.zeros(1))
+    assert list(model.state_dict()) == names == [name for name, _ in model.named_parameters()]
+    model.load_state_dict({name: torch.zeros(2, 2) if "weight" in name else torch.ones(2) for name in names})
+    model.eval()
+    assert torch.equal(post(batch), torch.full((1, 2), 2.0)) and not inner.training
+    with NoOpStream(None) as nothing:
+        assert isinstance(nothing, NoOpStream)
