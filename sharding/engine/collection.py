@@ -162,8 +162,8 @@ def leave_backward_untraced() -> None:
     From now on in this process. Not said where the class is made, as it imports torch's compiler.
     """
     if not getattr(ExchangedLookup.backward, "_torchdynamo_disable", False):
-        untraced: Any = staticmethod(torch.compiler.disable(ExchangedLookup.backward))
-        setattr(ExchangedLookup, "backward", untraced)  # noqa: B010
+        disable: Any = torch.compiler.disable
+        setattr(ExchangedLookup, "backward", staticmethod(disable(ExchangedLookup.backward)))  # noqa: B010
 
 
 class ShardedCollection(StagedModule[Step]):

@@ -116,8 +116,8 @@ class TrainPipelineSparseDistCompAutograd(TrainPipelineSparseDist[In, Out]):
         wrapped = [path for path, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
         if wrapped:
             raise ValueError(
-                f"modules {wrapped} are DistributedDataParallel, whose reduction of gradients compiled autograd does not"
-                " run: shard with init_data_parallel=False and reduce them in your optimizer's step, or train with"
+                f"modules {wrapped} are DistributedDataParallel, whose reduction compiled autograd does not run: shard"
+                " with init_data_parallel=False and reduce gradients in your optimizer's step, or train with"
                 " TrainPipelineSparseDist"
             )
         leave_backward_untraced()
@@ -132,7 +132,7 @@ class TrainPipelineSparseDistCompAutograd(TrainPipelineSparseDist[In, Out]):
             return nullcontext()
         from torch._dynamo import compiled_autograd
 
-        return compiled_autograd._enable(torch.compile(**self.compiled_autograd_options))  # type: ignore[no-any-return]
+        return compiled_autograd._enable(torch.compile(**self.compiled_autograd_options))
 
     def _backward(self, losses: Tensor) -> None:
         with self.get_compiled_autograd_ctx():

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from shardwise.jagged import JaggedTensor, KeyedTensor
 from shardwise.sharding.comms.awaitable import Awaitable, LazyAwaitable, LazyNoWait

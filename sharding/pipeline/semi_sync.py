@@ -8,7 +8,7 @@ what each batch sees.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import TypeVar
 
@@ -31,8 +31,8 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
     """Looks the next batch up before the update of this one; the exact loop, that much less fresh.
 
     Batches count from 0, those whose step was made; `reset` begins anew. A lookup of batch b sees the updates of
-    batches 0 ... b - 2 if b > `start_batch`, else (and for the first batch of an iterator, or after one that failed) all
-    before it. Updates themselves are made one after another, by gradients of what was looked up. Modules whose ids are
+    batches 0 ... b - 2 if b > `start_batch`, else (and of the first batch of an iterator, or after one that failed) all
+    before. Updates themselves are made one after another, by gradients of what was looked up. Modules whose ids are
     mapped to rows, or whose weights are made by feature processors, are looked up in their step, with a warning.
 
     Args as `TrainPipelineSparseDist`, and:
@@ -119,13 +119,17 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
             self.wait_sparse_data_dist(fetched.context)
 
     def _optimizer_step(self) -> None:
-        if not self._stash_gradients or not self.is_semi_sync():
-            return super()._optimizer_step()
-        before, self._gradients = self._gradients, [
-            # gradients may be views of memory that the next backward fills
-            (param, None if param.grad is None else param.grad.clone())
-            for param in self._model.parameters()
-        ]
+        if not (self._stash_gradients and self.is_semi_sync()):
+            super()._optimizer_step()
+            return
+        before, self._gradients = (
+            self._gradients,
+            [
+                # gradients may be views of memory that the next backward fills
+                (param, None if param.grad is None else param.grad.clone())
+                for param in self._model.parameters()
+            ],
+        )
         if before is not None:
             for param, grad in before:
                 param.grad = grad

@@ -81,6 +81,8 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         self._next_index = 0
         self._pipeline_postproc = pipeline_postproc
         self._sync_interval, self._steps = dmp_collection_sync_interval_batches, 0
+        # whether a forward of this pipeline is under way
+        self._is_taking = False
         self._loads = "after forward" if enqueue_batch_after_forward else "before forward"
         self._stream = new_stream(self._device, priority=-1)
         self._ahead = self._ahead_of(model)
@@ -126,8 +128,11 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         Raises:
             ValueError: the context is of no batch under way.
         """
+        fetched = self._fetched_of(context)
+        # no rank begins what another one lacks, and all learn of it here
+        self._feed.settle(fetched)
         if batch is not None:
-            self._ahead.start(self._fetched_of(context), batch)
+            self._ahead.start(fetched, batch)
 
     def wait_sparse_data_dist(self, context: TrainPipelineContext) -> None:
         """Wait for the sizes of all ranks and have the ids leave; called once for each batch that was started.
@@ -175,9 +180,7 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         try:
             if self._trains():
                 self._optimizer.zero_grad()
-            batch = first.use(current(self._feed.stream))
-            with self._ahead.taken(first, batch):
-                losses, output = self._model_fwd(batch)
+            losses, output = self._taking(first)
             if self._loads == "after forward":
                 self.enqueue_batch(dataloader_iter)
             self._go_ahead()
@@ -193,6 +196,34 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         finally:
             self.dequeue_batch()
         return output
+
+    def _model_fwd(self, batch: In) -> tuple[Tensor, Out]:
+        """The model's (losses, output) for a batch; its sharded modules take what has arrived of it.
+
+        A `progress` of a subclass calls it with `batches[0]`, and may get what this class's own raises.
+        """
+        if self._is_taking or not self._queue or self._queue[0].batch is not batch:
+            return super()._model_fwd(batch)
+        first = self._first()
+        self._ahead.arrive(first)
+        self._raise(first)
+        return self._taking(first)
+
+    def _taking(self, first: Fetched[In]) -> tuple[Tensor, Out]:
+        batch, self._is_taking = first.use(current(self._feed.stream)), True
+        try:
+            with self._ahead.taken(first, batch):
+                return self._model_fwd(batch)
+        finally:
+            self._is_taking = False
+
+    def _set_module_context(self, context: TrainPipelineContext) -> None:
+        """Nothing: modules take a batch by itself. A `progress` as TorchRec's calls it."""
+
+    def _wait_for_batch(self) -> None:
+        """Have the current stream wait for the batch whose turn it is."""
+        if self._queue and self._queue[0].batch is not None:
+            self._queue[0].use(current(self._feed.stream))
 
     def _after_arrival(self, first: Fetched[In]) -> None:
         """What comes as soon as the ids of the batch are here."""

@@ -7,7 +7,7 @@ that time in place for the forward, and those of now back for the backward.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from model_zoo import Batch, Net, batch_of, dense_optimizer, drain, same, sharded
 from pipeline_runs import CPU, equal
-from ranks import error_of, run_ranks, world_group
+from ranks import run_ranks, world_group
 from torch import Tensor, nn
 
 from shardwise import (
@@ -83,7 +83,11 @@ def semi_sync_loop(
                 table.data.copy_(live)
             torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
             if number >= start and stash:
-                own = [(p, None if p.grad is None else p.grad.clone()) for group in optimizer.param_groups for p in group["params"]]
+                own = [
+                    (p, None if p.grad is None else p.grad.clone())
+                    for group in optimizer.param_groups
+                    for p in group["params"]
+                ]
                 if waiting is not None:
                     for param, grad in waiting:
                         param.grad = grad

@@ -232,3 +232,42 @@ def of_other_programs() -> tuple[int, bool, int]:
 def test_what_loads_scales_and_steps_may_be_a_programs_own() -> None:
     """The overrides that TorchEasyRec makes: of `_next_batch` with a collective in it, and of `_backward`."""
     assert run_ranks(2, of_other_programs) == [(4, True, 5)] * 2
+
+
+class Own(TrainPipelineSparseDist[Batch, Tensor]):
+    """A step of its own, written as TorchRec's; counts what has left ahead of its forward."""
+
+    ahead = 0
+
+    def progress(self, dataloader_iter: Iterator[Batch]) -> Tensor:
+        self.fill_pipeline(dataloader_iter)
+        if not self.batches:
+            raise StopIteration
+        self._set_module_context(self.contexts[0])
+        self._optimizer.zero_grad()
+        self._wait_for_batch()
+        if len(self.batches) >= 2:
+            self.start_sparse_data_dist(self.batches[1], self.contexts[1])
+        self.enqueue_batch(dataloader_iter)
+        self.ahead += bool(self._queue[0].started)
+        losses, output = self._model_fwd(self.batches[0])  # type: ignore[arg-type]
+        if len(self.batches) >= 2:
+            self.wait_sparse_data_dist(self.contexts[1])
+        torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self.dequeue_batch()
+        return output
+
+
+def of_its_own_step() -> tuple[bool, int]:
+    """Whether all is as in a plain loop over what both ranks have, and how many batches had left ahead."""
+    model = sharded("ps")
+    pipeline = Own(model, dense_optimizer(model), CPU)
+    outputs = drain(pipeline.progress, iter([batch_of(n) for n in range(6 + dist.get_rank())]))
+    return as_a_plain_loop(model, outputs, range(6)), pipeline.ahead
+
+
+@pytest.mark.filterwarnings("ignore:ranks .* have no batch left")
+def test_a_subclass_may_write_the_step_itself() -> None:
+    """The first two find nobody who knows yet what the model looks up."""
+    assert run_ranks(2, of_its_own_step) == [(True, 4)] * 2
