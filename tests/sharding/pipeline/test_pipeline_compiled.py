@@ -14,7 +14,7 @@ from model_zoo import Batch, Net, batch_of, dense_optimizer, drain, fused, plain
 from pipeline_runs import CPU, equal
 from ranks import error_of, run_ranks
 
-from shardwise import KeyedJaggedTensor, RowWiseAdagrad
+from shardwise import DistributedModelParallel, KeyedJaggedTensor, RowWiseAdagrad, ShardingEnv
 from shardwise.sharding import TorchCompileConfig, TrainPipelinePT2, TrainPipelineSparseDistCompAutograd
 
 
@@ -61,7 +61,7 @@ def test_a_step_that_will_never_be_is_refused() -> None:
     )
 
 
-def compiled_backward() -> tuple[bool, bool]:
+def compiled_backward(is_alone: bool) -> tuple[bool, bool]:
     """Whether outputs and the model are those of a plain loop, and whether something was compiled."""
     graphs: list[Any] = []
     # a rank's process may have compiled the same for a test before
@@ -71,17 +71,29 @@ def compiled_backward() -> tuple[bool, bool]:
         graphs.append(graph)
         return graph.forward
 
-    model, plain = (sharded("p", init_data_parallel=False) for _ in range(2))
+    def made() -> Any:
+        if is_alone:
+            return DistributedModelParallel(fused(Net("p"), RowWiseAdagrad), ShardingEnv.from_local(1, 0))
+        return sharded("p", init_data_parallel=False)
+
+    def given() -> Iterator[Batch]:
+        return batches(3) if is_alone else (batch_of(n) for n in range(3))
+
+    model, plain = made(), made()
     model._compiled_autograd_options = {"backend": count, "dynamic": True, "fullgraph": False}
     pipeline: Any = TrainPipelineSparseDistCompAutograd(model, dense_optimizer(model), CPU)
-    outputs = drain(pipeline.progress, (batch_of(n) for n in range(3)))
-    return same(plain_loop(plain, (batch_of(n) for n in range(3))), outputs) and equal(model, plain), bool(graphs)
+    outputs = drain(pipeline.progress, given())
+    return same(plain_loop(plain, given()), outputs) and equal(model, plain), bool(graphs)
+
+
+def test_a_compiled_backward_has_the_bits_of_a_plain_loop() -> None:
+    assert compiled_backward(True) == (True, True)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_compiled_backward_exchanges_gradients_between_its_graphs(world: int) -> None:
-    assert run_ranks(world, compiled_backward) == [(True, True)] * world
+@pytest.mark.full
+def test_ranks_exchange_gradients_between_its_graphs() -> None:
+    assert run_ranks(2, compiled_backward, False) == [(True, True)] * 2
 
 
 def refused() -> str:
