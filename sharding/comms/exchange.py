@@ -26,6 +26,7 @@ from shardwise.kernels.huge_pages import in_huge_pages
 
 from .codecs import FP32, Codec, FormatCodec
 from .env import is_alone, number_in_environment
+from .streams import record_stream
 from .watch import SLICE, Watch, watch_of
 
 # numbers up to which fresh memory is as good, and buffers that are kept
@@ -322,6 +323,10 @@ class Pending:
             _aliases.extend(self._aliases)
             self._work: Any = collective(*self._aliases, group=exchange.group, async_op=True)
             _unwaited.add(self)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of what comes until `stream` is done with it."""
+        record_stream(self._received, stream)
 
     def wait(self) -> Tensor:
         """What came, once it is here.

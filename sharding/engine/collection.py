@@ -83,7 +83,9 @@ class ExchangedLookup(torch.autograd.Function):
             fault = 1 + wire.overflowing_lookup(step) if step.rows.flags[exchange.rank] else 0
             raise fault_error(exchange, fault, wire.routes, wire.codec, collection.device)
         step.unsure_rows = {}
-        replicated = collection.shards.look_up_replicated(step, dense=False) if wire.routes.replicas else {}
+        replicated, step.replicated_rows = step.replicated_rows, None
+        if replicated is None:
+            replicated = collection.shards.look_up_replicated(step, dense=False) if wire.routes.replicas else {}
         output = wire.unpack_rows(step, received, replicated)
         exchange.buffers.recycle(received, output)
         # what was received is the output, or is needed no more
@@ -159,6 +161,16 @@ class ExchangedLookup(torch.autograd.Function):
                 exchange.watch.report(error, "in backward")
             raise
         return None, None, None, *of_weights, *of_tables
+
+
+def leave_backward_untraced() -> None:
+    """Have compiled autograd call `ExchangedLookup.backward` between its graphs: nobody can trace what ranks exchange.
+
+    From now on in this process. Not said where the class is made, as it imports torch's compiler.
+    """
+    if not getattr(ExchangedLookup.backward, "_torchdynamo_disable", False):
+        disable: Any = torch.compiler.disable
+        setattr(ExchangedLookup, "backward", staticmethod(disable(ExchangedLookup.backward)))  # noqa: B010
 
 
 class ShardedCollection(WritableTables):
@@ -485,6 +497,18 @@ class ShardedCollection(WritableTables):
             step.rows = self._exchange.rows(sent, sizes, step.row_sizes, codec=wire.codec, flag=flag)
         step.phase = LOOKED_UP
 
+    def look_up_ahead(self, step: Step) -> None:
+        """As `look_up`, and of all tables: the forward then sees no update that comes in between. All ranks together.
+
+        A gradient of per-id weights is of the rows as they are in the backward.
+        """
+        self.look_up(step)
+        if step.replicated_rows is None and self._routes.replicas:
+            with torch.no_grad():
+                step.replicated_rows = self.shards.look_up_replicated(step, dense=False)
+        if step.dense_rows is None:
+            step.dense_rows = self.dense_rows(step)
+
     def output_dist(self, ctx: StepContext, output: Step) -> LazyAwaitable[Any]:
         """The result of a batch, which waits for other ranks when it is used."""
         result: LazyAwaitable[Any] = self._awaitable(self, output)
@@ -530,6 +554,8 @@ class ShardedCollection(WritableTables):
 
     def dense_rows(self, step: Step) -> dict[int, Tensor]:
         """Rows of each lookup in a table that is trained by its gradient."""
+        if step.dense_rows is not None:
+            return step.dense_rows
         if not self._routes.dense:
             return {}
         with torch.set_grad_enabled(step.update and torch.is_grad_enabled()):

@@ -114,8 +114,12 @@ class StagedModule(ShardedModule[S, S, Any, StepContext]):
 
     def compute(self, ctx: StepContext, dist_input: S) -> S:
         """Look up what all ranks asked this one for, and send the rows off."""
-        self.look_up(dist_input)
+        self.look_up_ahead(dist_input)
         return dist_input
+
+    def look_up_ahead(self, step: S) -> None:
+        """As `look_up`, and of tables that every rank holds too: what follows sees no update that comes in between."""
+        self.look_up(step)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Names of parameters whose gradients are not to be reduced by anybody else."""

@@ -104,11 +104,15 @@ class Step:
     row_sizes: list[int] = field(init=False)  # [W]
     # rows of each group, until all ranks are known to have sent theirs as they are
     unsure_rows: Mapping[int, Tensor] = field(default_factory=dict)
+    # of a step that is looked up ahead of its forward, by lookup: rows of tables that every rank holds, and of those
+    # that are trained by their gradient
+    replicated_rows: dict[int, Tensor] | None = None
+    dense_rows: dict[int, Tensor] | None = None
 
     def settle(self) -> None:
         """Wait for what travels, without a look at it; on the stream that sent it, to whose memory it returns."""
         self.header.pending.wait()
-        for pending in (self.ids, self.mapped):
+        for pending in (self.ids, self.mapped, getattr(self, "rows", None)):
             if pending is not None:
                 pending.wait()
 

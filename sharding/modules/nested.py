@@ -90,6 +90,11 @@ class Nested(StagedModule[list[Any]]):
         for part, of_part in zip(self._parts(), step, strict=True):
             part.look_up(of_part)
 
+    def look_up_ahead(self, step: list[Any]) -> None:
+        """As `look_up`, of all tables."""
+        for part, of_part in zip(self._parts(), step, strict=True):
+            part.look_up_ahead(of_part)
+
     def output_dist(self, ctx: StepContext, output: list[Any]) -> Any:
         """The result, which waits for the rows of other ranks when it is used."""
         (part,), (of_part,) = self._parts(), output

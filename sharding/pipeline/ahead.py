@@ -25,6 +25,15 @@ from .streams import current, on, record_stream, wait_for
 In = TypeVar("In")
 
 
+def in_step(started: Started) -> str | None:
+    """Why a call is not looked up ahead of its step; None where it may be."""
+    if started.call.module.maps_ids:
+        return "its ids are mapped to rows by what it has learned when their step comes"
+    if started.call.around is not None:
+        return "its weights are made by feature processors that are trained"
+    return None
+
+
 class Ahead(Generic[In]):
     """Routes batches of a model ahead, on a stream of its own.
 
@@ -45,6 +54,10 @@ class Ahead(Generic[In]):
     ) -> None:
         self._model, self._frees = model, frees
         self._calls, self._stream = Calls(model, *agrees_by, prepares=prepares), stream
+
+    def collections(self) -> list[nn.Module]:
+        """The sharded modules of the model."""
+        return self._calls.sharded_modules()
 
     def can_start(self, fetched: Fetched[In]) -> bool:
         """Whether the calls of the batch's step are known, and it is a batch that may leave."""
@@ -165,6 +178,24 @@ class Ahead(Generic[In]):
             if one.call.module.maps_ids:
                 continue
             one.call.module.prefetch(one.step)
+
+    def look_up(self, fetched: Fetched[In], *, all_tables: bool, used_on: torch.Stream | None = None) -> None:
+        """Look up a batch whose ids have arrived, on the current stream; the forward will be `used_on` another one.
+
+        Does nothing the second time.
+
+        With `all_tables` also tables that every rank holds and such as are trained by their gradient, so that no table
+        is read after an update that comes before the forward. What `in_step` names waits for its step.
+        """
+        self._arrive(fetched, maps=False)
+        for one in fetched.started:
+            if in_step(one) is not None:
+                continue
+            with torch.set_grad_enabled(one.call.grad):
+                module = one.call.module
+                (module.look_up_ahead if all_tables else module.look_up)(one.step)
+            if used_on is not None:
+                record_stream(one.step, used_on)
 
     @contextmanager
     def taken(self, fetched: Fetched[In], batch: Any) -> Iterator[None]:

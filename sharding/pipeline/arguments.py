@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_unflatten
 
 from shardwise.sharding.comms.awaitable import Awaitable
@@ -203,6 +203,24 @@ class PrefetchTrainPipelineContext(TrainPipelineContext):
     module_contexts_post_prefetch: dict[str, StepContext] = field(default_factory=dict)
     module_input_post_prefetch_next_batch: dict[str, Any] = field(default_factory=dict)
     module_contexts_post_prefetch_next_batch: dict[str, StepContext] = field(default_factory=dict)
+
+
+@dataclass
+class EmbeddingTrainPipelineContext(TrainPipelineContext):
+    """A batch whose rows are looked up before the model's forward.
+
+    Args:
+        embedding_a2a_requests: what `compute_and_output_dist` returned; `EmbeddingPipelinedForward` takes it from here,
+            and leaves of each module
+        embedding_tensors: what was looked up, [B, columns] or for each feature [N, dim],
+        detached_embedding_tensors: the same as the model got it, whose gradients `embedding_backward` sends on, and
+        embedding_features: their names.
+    """
+
+    embedding_a2a_requests: dict[str, Any] = field(default_factory=dict)
+    embedding_tensors: list[list[Tensor]] = field(default_factory=list)
+    embedding_features: list[list[str | list[str]]] = field(default_factory=list)
+    detached_embedding_tensors: list[list[Tensor]] = field(default_factory=list)
 
 
 class Postproc:

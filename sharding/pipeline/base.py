@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.sharding.dmp.dmp import DistributedModelParallel
+from shardwise.sharding.dmp.dmp_collection import DMPCollection
 
+from .arguments import TrainPipelineContext
 from .feed import Feed, Fetched
 from .streams import current
 
@@ -34,6 +36,26 @@ class TrainPipeline(abc.ABC, Generic[In, Out]):
 
     def reset(self) -> None:
         """Forget what is under way."""
+
+    def sync_embeddings(
+        self, model: nn.Module, interval_batches: int | None, context: TrainPipelineContext | None = None
+    ) -> None:
+        """Average the replicas of a `DMPCollection` after batches 0, n, 2 n, ... of n = `interval_batches`.
+
+        Nothing for another model, or without an interval. All ranks call it together, between backward and step.
+
+        Args:
+            context: its `index` is the number of the batch.
+
+        Raises:
+            ValueError: there is no such number.
+        """
+        if not isinstance(model, DMPCollection) or not interval_batches:
+            return
+        if context is None or context.index is None:
+            raise ValueError("sync_embeddings counts batches by context.index: give a context that has it")
+        if context.index % interval_batches == 0:
+            model.sync()
 
 
 class FedPipeline(TrainPipeline[In, Out]):
@@ -58,6 +80,9 @@ class FedPipeline(TrainPipeline[In, Out]):
         self._execute_all_batches = execute_all_batches
         self._feed: Feed[In] = Feed(model, self._device)
         self._queue: deque[Fetched[In]] = deque()
+        # for a `_next_batch` of a subclass to keep what it knows of its iterator in, as those of TorchRec programs do
+        self._dataloader_iter: Iterator[In] | None = None
+        self._dataloader_exhausted = False
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Make a step with the next batch and return the model's output.
@@ -99,7 +124,23 @@ class FedPipeline(TrainPipeline[In, Out]):
 
     def _load(self, dataloader_iter: Iterator[In]) -> tuple[In | None, Any]:
         """The next batch on the device, None at the end, and what is kept of it."""
-        return self._feed.load(dataloader_iter), None
+        return self._feed.copy(self._next_batch(dataloader_iter)), None
+
+    def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
+        """The next batch as it is loaded, None at the end; called once for each batch, on all ranks in the same order.
+
+        A subclass may override it, with collectives in it too. What it raises is raised on all ranks in the place of
+        the batch.
+        """
+        return self._feed.next(dataloader_iter)
+
+    def _backward(self, losses: Tensor) -> None:
+        """The backward of the sum of the losses; a subclass may scale it."""
+        torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
+
+    def _optimizer_step(self) -> None:
+        """The step of the optimizer."""
+        self._optimizer.step()
 
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
         """Fetch the batches that a step needs under way."""
@@ -175,7 +216,8 @@ class TrainPipelineBase(FedPipeline[In, Out]):
         self._enable_inplace_copy_batch = enable_inplace_copy_batch
 
     def _load(self, dataloader_iter: Iterator[In]) -> tuple[In | None, Any]:
-        return self._feed.load(dataloader_iter, in_place=self._enable_inplace_copy_batch), None
+        batch = self._next_batch(dataloader_iter)
+        return self._feed.copy(batch, in_place=self._enable_inplace_copy_batch), None
 
     def _step(self, dataloader_iter: Iterator[In]) -> Out:
         self.fill_pipeline(dataloader_iter)
@@ -186,8 +228,8 @@ class TrainPipelineBase(FedPipeline[In, Out]):
                 self._optimizer.zero_grad()
             losses, output = self._model_fwd(first.use(current(self._feed.stream)))
             if self._trains():
-                torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
-                self._optimizer.step()
+                self._backward(losses)
+                self._optimizer_step()
         finally:
             self.dequeue_batch()
         return output

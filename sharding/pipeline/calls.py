@@ -231,6 +231,10 @@ class Calls:
         self._read_ahead: set[Mode] = set()
         self._warned: set[str] = set()
 
+    def sharded_modules(self) -> list[nn.Module]:
+        """Modules whose calls are looked for."""
+        return [one.module if isinstance(one, OwnModule) else one for one in self._modules.values()]
+
     def mode(self) -> Mode:
         """The kind of step that would be made now."""
         return torch.is_grad_enabled(), self._model.training

@@ -88,14 +88,18 @@ class Feed(Generic[In]):
             self._is_empty = self._is_over = False
         return self._is_over
 
-    def load(self, iterator: Iterator[In], *, in_place: bool = False) -> In | None:
-        """A batch, which is being copied to the device; None once the iterator has ended. Raises as the iterator.
-
-        Called by what `fetch` loads with. With `in_place` its memory is that of the stream that trains.
-        """
+    def next(self, iterator: Iterator[In]) -> In | None:
+        """A batch; None once the iterator has ended, which is then asked no more. Raises as the iterator."""
         self.is_over(iterator)
         batch = None if self._is_empty else next(iterator, None)
         self._is_empty = batch is None
+        return batch
+
+    def copy(self, batch: In | None, *, in_place: bool = False) -> In | None:
+        """The batch on its way to the device; with `in_place` in memory of the stream that trains.
+
+        Called by what `fetch` loads with.
+        """
         loaded: In | None
         if not in_place or self.stream is None:
             loaded = to_device(batch, self._device, non_blocking=True)

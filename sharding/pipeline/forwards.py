@@ -15,11 +15,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from shardwise.sharding.comms.awaitable import Awaitable, LazyAwaitable
+from shardwise.jagged import JaggedTensor, KeyedTensor
+from shardwise.sharding.comms.awaitable import Awaitable, LazyAwaitable, LazyNoWait
 from shardwise.sharding.engine.stages import StepContext
 from shardwise.sharding.plan.sharded_module import ShardedModule
 
-from .arguments import CallArgs, PrefetchTrainPipelineContext, TrainPipelineContext
+from .arguments import CallArgs, EmbeddingTrainPipelineContext, PrefetchTrainPipelineContext, TrainPipelineContext
 from .streams import current, on, record_stream, wait_for
 
 Context = TypeVar("Context", bound=TrainPipelineContext)
@@ -96,6 +97,62 @@ class PipelinedForward(BaseForward[TrainPipelineContext]):
             arrived = request.wait()
         result: LazyAwaitable[Any] = self._module.compute_and_output_dist(ctx, self._here(arrived))
         return result
+
+
+class EmbeddingPipelinedForward(BaseForward[EmbeddingTrainPipelineContext]):
+    """Gives the model what was looked up ahead, cut off from its graph: `embedding_backward` is a second backward."""
+
+    def __call__(self, *input: Any, **kwargs: Any) -> Any:
+        """The lazy result of the batch that was looked up; of a managed-collision module both of its results.
+
+        Raises:
+            RuntimeError: none was.
+        """
+        _, looked_up = self._take(self._context.embedding_a2a_requests, self._context.module_contexts)
+        if isinstance(looked_up, tuple):
+            rows, remapped = looked_up[0].wait(), looked_up[1]
+            return LazyNoWait(self._detached(rows)), LazyNoWait(remapped.wait() if remapped is not None else None)
+        return LazyNoWait(self._detached(looked_up.wait()))
+
+    def _detached(self, rows: Any) -> Any:
+        """Rows whose gradients end here."""
+        features: list[str | list[str]]
+        if isinstance(rows, KeyedTensor):
+            features, tensors = [list(rows.keys())], [rows.values()]
+        else:
+            features, tensors = list(rows), [jagged.values() for jagged in rows.values()]
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        self._context.embedding_features.append(features)
+        self._context.embedding_tensors.append(tensors)
+        self._context.detached_embedding_tensors.append(leaves)
+        if isinstance(rows, KeyedTensor):
+            return KeyedTensor(rows.keys(), rows.length_per_key(), leaves[0], rows.key_dim())
+        return {
+            name: JaggedTensor(leaf, weights=jagged.weights_or_none(), lengths=jagged.lengths())
+            for (name, jagged), leaf in zip(rows.items(), leaves, strict=True)
+        }
+
+
+class InSyncEmbeddingPipelinedForward(EmbeddingPipelinedForward):
+    """Gives the model what was looked up ahead, with its graph: one backward does all."""
+
+    def _detached(self, rows: Any) -> Any:
+        return rows
+
+
+def embedding_backward(context: EmbeddingTrainPipelineContext) -> None:
+    """Send the gradients on that the model's backward left on what `EmbeddingPipelinedForward` gave it.
+
+    All ranks call it after that backward; tables are updated here. What the loss did not use gets a gradient of zeros,
+    so that no rank waits for another.
+    """
+    looked_up, gradients = [], []
+    for tensors, leaves in zip(context.embedding_tensors, context.detached_embedding_tensors, strict=True):
+        for tensor, leaf in zip(tensors, leaves, strict=True):
+            if tensor.requires_grad:
+                looked_up.append(tensor)
+                gradients.append(torch.zeros_like(tensor) if leaf.grad is None else leaf.grad)
+    torch.autograd.backward(looked_up, gradients)
 
 
 class PrefetchPipelinedForward(BaseForward[PrefetchTrainPipelineContext]):

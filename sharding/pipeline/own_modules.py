@@ -23,6 +23,8 @@ class StagedStep:
     sizes: Awaitable[Any]
     ids: Awaitable[Any] | None = None
     dist_input: Any = None
+    # of `compute_and_output_dist`, where that was called ahead
+    result: Any = None
     # the very object that the forward must be called with to take this step, or None: any
     taken_by: object | None = None
 
@@ -67,6 +69,13 @@ class OwnModule:
         """The module's own."""
         return self.module.prefetch(step.dist_input, ctx=step.context)
 
+    def look_up(self, step: StagedStep) -> None:
+        """Call `compute_and_output_dist` ahead of the module's call, which then returns its result."""
+        if step.result is None:
+            step.result = self.module.compute_and_output_dist(step.context, step.dist_input)
+
+    look_up_ahead = look_up
+
     def drop(self, step: StagedStep) -> None:
         """Let a batch go that no forward will take."""
         step.settle()
@@ -88,6 +97,8 @@ class OwnModule:
         if step is None or (step.taken_by is not None and step.taken_by is not given):
             return self._forward(*input, **kwargs)
         self.routed_ahead.popleft()
+        if step.result is not None:
+            return step.result
         return self.module.compute_and_output_dist(step.context, step.dist_input)
 
 

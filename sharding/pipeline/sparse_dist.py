@@ -15,8 +15,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.sharding.dmp.dmp_collection import DMPCollection
-
 from .ahead import Ahead
 from .arguments import PrefetchTrainPipelineContext, TrainPipelineContext
 from .base import FedPipeline, warn_of_unused
@@ -49,7 +47,7 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
             result has of them stays. Nothing is freed for a model of which a sharded module is not pipelined, or whose
             input is made by the model.
         clear_data_dist_inputs: let go what was sent for a batch before its forward, in `clear_sparse_data_dist_inputs`.
-        apply_jit: has no effect.
+        apply_jit: has no effect, with a warning: TorchScript of the dense layers would change no number.
     """
 
     # batches whose ids are under way during a step
@@ -83,7 +81,9 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         self._next_index = 0
         self._pipeline_postproc = pipeline_postproc
         self._sync_interval, self._steps = dmp_collection_sync_interval_batches, 0
-        self._enqueue_after_forward = enqueue_batch_after_forward
+        # whether a forward of this pipeline is under way
+        self._is_taking = False
+        self._loads = "after forward" if enqueue_batch_after_forward else "before forward"
         self._stream = new_stream(self._device, priority=-1)
         self._ahead = self._ahead_of(model)
 
@@ -102,7 +102,7 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
 
         Runs on the stream of copies. What an override raises is raised on all ranks in the place of the batch.
         """
-        return self._feed.load(dataloader_iter), self._create_context()
+        return self._feed.copy(self._next_batch(dataloader_iter)), self._create_context()
 
     def inplace_copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, TrainPipelineContext | None]:
         """As `copy_batch_to_gpu`, in whose place it is called with `enable_inplace_copy_batch`.
@@ -110,7 +110,7 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         A batch gets memory of the stream that trains, so that what one frees the next can have; its copy begins once
         that stream is done with what it was given before. On the CPU both are the same.
         """
-        return self._feed.load(dataloader_iter, in_place=True), self._create_context()
+        return self._feed.copy(self._next_batch(dataloader_iter), in_place=True), self._create_context()
 
     def clear_sparse_data_dist_inputs(self, context: TrainPipelineContext) -> None:
         """Let go what was sent for a batch whose ids have arrived; called before its forward, if that is asked for.
@@ -128,8 +128,11 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         Raises:
             ValueError: the context is of no batch under way.
         """
+        fetched = self._fetched_of(context)
+        # no rank begins what another one lacks, and all learn of it here
+        self._feed.settle(fetched)
         if batch is not None:
-            self._ahead.start(self._fetched_of(context), batch)
+            self._ahead.start(fetched, batch)
 
     def wait_sparse_data_dist(self, context: TrainPipelineContext) -> None:
         """Wait for the sizes of all ranks and have the ids leave; called once for each batch that was started.
@@ -165,30 +168,71 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
             self.wait_sparse_data_dist(first.context)
         self._ahead.arrive(first)
         self._raise(first)
+        self._after_arrival(first)
         if self._clear_inputs:
             self.clear_sparse_data_dist_inputs(first.context)
         for fetched in islice(self._queue, 1, 1 + self._batches_ahead):
             if not fetched.has_left:
                 self._start(fetched)
-        if not self._enqueue_after_forward:
+        if self._loads == "before forward":
             self.enqueue_batch(dataloader_iter)
+        self._before_forward(first)
         try:
             if self._trains():
                 self._optimizer.zero_grad()
-            batch = first.use(current(self._feed.stream))
-            with self._ahead.taken(first, batch):
-                losses, output = self._model_fwd(batch)
-            if self._enqueue_after_forward:
+            losses, output = self._taking(first)
+            if self._loads == "after forward":
                 self.enqueue_batch(dataloader_iter)
             self._go_ahead()
             if self._trains():
-                torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
-                self._synchronize()
-                self._optimizer.step()
+                self._backward(losses)
+            if self._loads == "after backward":
+                self.enqueue_batch(dataloader_iter)
+            if self._trains():
+                self._after_backward()
+                self.sync_embeddings(self._model, self._sync_interval, self._context_type(index=self._steps))
+                self._optimizer_step()
             self._steps += 1
         finally:
             self.dequeue_batch()
         return output
+
+    def _model_fwd(self, batch: In) -> tuple[Tensor, Out]:
+        """The model's (losses, output) for a batch; its sharded modules take what has arrived of it.
+
+        A `progress` of a subclass calls it with `batches[0]`, and may get what this class's own raises.
+        """
+        if self._is_taking or not self._queue or self._queue[0].batch is not batch:
+            return super()._model_fwd(batch)
+        first = self._first()
+        self._ahead.arrive(first)
+        self._raise(first)
+        return self._taking(first)
+
+    def _taking(self, first: Fetched[In]) -> tuple[Tensor, Out]:
+        batch, self._is_taking = first.use(current(self._feed.stream)), True
+        try:
+            with self._ahead.taken(first, batch):
+                return self._model_fwd(batch)
+        finally:
+            self._is_taking = False
+
+    def _set_module_context(self, context: TrainPipelineContext) -> None:
+        """Nothing: modules take a batch by itself. A `progress` as TorchRec's calls it."""
+
+    def _wait_for_batch(self) -> None:
+        """Have the current stream wait for the batch whose turn it is."""
+        if self._queue and self._queue[0].batch is not None:
+            self._queue[0].use(current(self._feed.stream))
+
+    def _after_arrival(self, first: Fetched[In]) -> None:
+        """What comes as soon as the ids of the batch are here."""
+
+    def _before_forward(self, first: Fetched[In]) -> None:
+        """What comes once all else is under way."""
+
+    def _after_backward(self) -> None:
+        """What comes between backward and step."""
 
     def detach(self) -> nn.Module:
         """The model, to be used without the pipeline; batches that were fetched stay. All ranks call it together."""
@@ -216,7 +260,7 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         for fetched in self._queue:
             self._ahead.drop(fetched)
         super().reset()
-        self._steps = 0
+        self._steps = self._next_index = 0
 
     def _ahead_of(self, model: nn.Module) -> Ahead[In]:
         return Ahead(
@@ -242,9 +286,35 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
                 fetched.has_sent = True
                 self.wait_sparse_data_dist(fetched.context)
 
-    def _synchronize(self) -> None:
-        if isinstance(self._model, DMPCollection) and self._sync_interval and not self._steps % self._sync_interval:
-            self._model.sync()
+
+class TrainPipelineSparseDistLite(TrainPipelineSparseDist[In, Out]):
+    """Copies the next batch to the device and no more: one batch is under way, its ids travel in its own step.
+
+    For a device without room for the ids of a second batch. A batch is loaded between backward and step.
+
+    Args as `TrainPipelineSparseDist`.
+    """
+
+    _batches_ahead = 0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device | str,
+        apply_jit: bool = False,
+        context_type: type[TrainPipelineContext] | None = None,
+        pipeline_postproc: bool = False,
+        custom_model_fwd: Callable[[In], tuple[Tensor, Out]] | None = None,
+        enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False,
+        clear_data_dist_inputs: bool = False,
+    ) -> None:
+        super().__init__(
+            model, optimizer, device, True, apply_jit, context_type, pipeline_postproc, custom_model_fwd, None,
+            False, enable_inplace_copy_batch, free_features_storage_early, clear_data_dist_inputs,
+        )  # fmt: skip
+        self._loads = "after backward"
 
 
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):

@@ -184,10 +184,11 @@ class SparseDataDistUtil(Generic[In]):
         apply_jit: has no effect.
         prefetch_stream: where `prefetch` runs.
         pipeline_postproc: as `TrainPipelineSparseDist`.
-        embedding_lookup_stream: not served: rows would be looked up before the update.
+        embedding_lookup_stream: for the stage `start_embedding_lookup`; lookups themselves run on the stream of the
+            forward, so that each comes before or after an update. None on the CPU, where the stage serves as well.
 
     Raises:
-        ValueError: there is an `embedding_lookup_stream`.
+        ValueError: there are both a `prefetch_stream` and an `embedding_lookup_stream`.
     """
 
     def __init__(
@@ -199,12 +200,15 @@ class SparseDataDistUtil(Generic[In]):
         pipeline_postproc: bool = False,
         embedding_lookup_stream: torch.Stream | None = None,
     ) -> None:
-        if embedding_lookup_stream is not None:
+        if prefetch_stream is not None and embedding_lookup_stream is not None:
             raise ValueError(
-                "embedding_lookup_stream: rows would be looked up before the update of the batch before; leave it None"
+                "prefetch_stream and embedding_lookup_stream: a lookup brings rows to their slots itself; give one"
             )
         warn_of_unused(apply_jit=apply_jit)
         self.model, self.data_dist_stream, self.prefetch_stream = model, data_dist_stream, prefetch_stream
+        self.embedding_lookup_stream = embedding_lookup_stream
+        # batches whose rows were asked for ahead
+        self._asked: deque[Fetched[In]] = deque(maxlen=_MOST)
         device = torch.device("cpu") if data_dist_stream is None else data_dist_stream.device
         self._agrees_by = exchange_of(model, device)
         self._ahead: Ahead[In] = Ahead(model, self._agrees_by, data_dist_stream, prepares=pipeline_postproc)
@@ -263,6 +267,22 @@ class SparseDataDistUtil(Generic[In]):
                 self._ahead.prefetch(fetched)
         return batch
 
+    def start_embedding_lookup(self, batch: In) -> In:
+        """Have a batch looked up ahead: a stage right after that which routes ids makes the loop semi-synchronous.
+
+        Its rows leave their tables after the forward of the batch before and before that one's backward, on the stream
+        of that forward: they miss that update, and no other. What `TrainPipelineSemiSync` leaves to the step is left
+        to it here. All ranks call it for the same batches.
+        """
+        self._asked.extend(fetched for fetched in self._under_way if fetched.batch is batch)
+        return batch
+
+    def _look_up(self) -> None:
+        while self._asked:
+            fetched = self._asked.popleft()
+            if fetched.started:
+                self._ahead.look_up(fetched, all_tables=True)
+
     def load_prefetch(self) -> None:
         """Nothing is left to do: what was prefetched stays with its batch."""
 
@@ -296,3 +316,4 @@ class SparseDataDistUtil(Generic[In]):
             # torch calls this from where it caught what the forward raised, with no output
             forward.__exit__(*(sys.exc_info() if output is None else (None, None, None)))
             self.wait_sparse_data_dist()
+            self._look_up()

@@ -13,6 +13,7 @@ __all__ = ["HINTS", "OPS", "advice", "op_hint"]
 _HOST_TIERS = "rows live on the device that trains them: host memory, caches and SSD are not served"
 _OF_POOLS = "ids and rows of a pool travel inside ShardedTensorPool and ShardedKeyedJaggedTensorPool"
 _METRICS = "torchmetrics has most of them; shardwise.models has the AUC and normalized entropy of its examples"
+_SIZES = "sizes of all tables of a module travel in one exchange: its input_dist returns an Awaitable of them"
 _FBGEMM_KERNELS = (
     "ops are torch.ops.fbgemm.* after import shardwise.fbgemm, and tables are modules: shardwise.fbgemm.tables"
 )
@@ -25,8 +26,17 @@ HINTS: Mapping[str, str] = {
     "torchrec.distributed.batched_embedding_kernel": _HOST_TIERS,
     "torchrec.distributed.embedding_dim_bucketer": _HOST_TIERS,
     "torchrec.distributed.embedding_sharding.group_tables": "tables are grouped by storage inside the engine",
+    "torchrec.distributed.embedding_sharding.FusedKJTListSplitsAwaitable": _SIZES,
+    "torchrec.distributed.embedding_sharding.KJTListSplitsAwaitable": _SIZES,
+    "torchrec.distributed.embedding_sharding.KJTSplitsAllToAllMeta": _SIZES,
     "torchrec.distributed.model_tracker": "changed ids are not tracked",
     "torchrec.distributed.test_utils": "tests/support/ranks.py of shardwise's repository spawns ranks for tests",
+    "torchrec.distributed.train_pipeline.backward_injection": (
+        "work between two parts of a backward is a hook of the tensor there: torch.Tensor.register_hook"
+    ),
+    "torchrec.distributed.train_pipeline.experimental_pipelines": (
+        "they swap tables and optimizer states of Meta's models; shardwise.sharding.pipeline has the others"
+    ),
     "torchrec.metrics": _METRICS,
     "torchrec.ir": "not in TorchRec 1.8's wheel; torch.export takes the whole model, lookups as ops (docs/export.md)",
     "torchrec.distributed.sharding.rw_kjt_pool_sharding": _OF_POOLS,

@@ -376,10 +376,14 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.train_pipeline": {
         "torchrec.distributed.train_pipeline.train_pipelines": (
-            "EvalPipelineSparseDist PrefetchTrainPipelineSparseDist StagedTrainPipeline TrainPipeline "
-            "TrainPipelineBase TrainPipelineSparseDist"
+            "EvalPipelineSparseDist PrefetchTrainPipelineSparseDist StagedTrainPipeline TorchCompileConfig "
+            "TrainPipeline TrainPipelineBase TrainPipelineFusedSparseDist TrainPipelinePT2 TrainPipelineSparseDist "
+            "TrainPipelineSparseDistCompAutograd"
         ),
-        "torchrec.distributed.train_pipeline.pipeline_stage": "SparseDataDistUtil",
+        "torchrec.distributed.train_pipeline.pipeline_context": "In Out TrainPipelineContext",
+        "torchrec.distributed.train_pipeline.pipeline_stage": "SparseDataDistUtil StageOut",
+        "torchrec.distributed.train_pipeline.tracing": "ArgInfoStepFactory Tracer",
+        "torchrec.distributed.train_pipeline.types": "ArgInfo CallArgs",
         "torchrec.distributed.train_pipeline.utils": "DataLoadingThread",
         "torchrec.distributed.train_pipeline.gradient_accumulation": (
             "GradientAccumulationConfig GradientAccumulationWrapper"
@@ -389,14 +393,22 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.sharding.pipeline.accumulation": "GradientAccumulationConfig GradientAccumulationWrapper",
     },
     "torchrec.distributed.train_pipeline.pipeline_context": {
-        "shardwise.sharding.pipeline.arguments": "PrefetchTrainPipelineContext TrainPipelineContext",
+        "shardwise.sharding.pipeline.arguments": (
+            "EmbeddingTrainPipelineContext PrefetchTrainPipelineContext TrainPipelineContext"
+        ),
+        "shardwise.sharding.pipeline.base": "In Out",
     },
     "torchrec.distributed.train_pipeline.pipeline_stage": {
         "shardwise.sharding.pipeline": "PipelineStage SparseDataDistUtil",
+        "shardwise.sharding.pipeline.staged": "StageOut",
+    },
+    "torchrec.distributed.train_pipeline.postproc": {
+        "shardwise.sharding.pipeline.postproc": "NoOpStream PipelinedPostproc",
     },
     "torchrec.distributed.train_pipeline.runtime_forwards": {
         "shardwise.sharding.pipeline.forwards": (
-            "BaseForward PipelinedForward PrefetchEmbeddingPipelinedForward PrefetchPipelinedForward"
+            "BaseForward EmbeddingPipelinedForward InSyncEmbeddingPipelinedForward PipelinedForward "
+            "PrefetchEmbeddingPipelinedForward PrefetchPipelinedForward"
         ),
     },
     "torchrec.distributed.train_pipeline.tracing": {
@@ -409,8 +421,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.train_pipeline.train_pipelines": {
         "shardwise.sharding.pipeline": (
-            "EvalPipelineSparseDist PrefetchTrainPipelineSparseDist StagedTrainPipeline TrainPipeline "
-            "TrainPipelineBase TrainPipelineSparseDist"
+            "EvalPipelineFusedSparseDist EvalPipelineSparseDist PrefetchTrainPipelineSparseDist StagedTrainPipeline "
+            "TorchCompileConfig TrainPipeline TrainPipelineBase TrainPipelineFusedSparseDist TrainPipelinePT2 "
+            "TrainPipelineSemiSync TrainPipelineSparseDist TrainPipelineSparseDistCompAutograd "
+            "TrainPipelineSparseDistLite"
         ),
     },
     "torchrec.distributed.train_pipeline.types": {
@@ -418,7 +432,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.train_pipeline.utils": {
         "shardwise.sharding.pipeline": "DataLoadingThread",
-        "torchrec.distributed.train_pipeline.pipeline_context": "TrainPipelineContext",
+        "torchrec.distributed.train_pipeline.pipeline_context": "In Out TrainPipelineContext",
+        "torchrec.distributed.train_pipeline.tracing": "Tracer",
     },
     "torchrec.distributed.tensor_pool": {
         "shardwise.sharding.pools": (

@@ -11,6 +11,7 @@ import torch
 from model_zoo import Batch, batch_of, dense_optimizer, drain, plain_loop, same, state_of
 from pipeline_runs import CPU
 from ranks import run_ranks
+from test_pipeline_semi_sync import semi_sync_loop
 from torch import Tensor, nn
 
 from shardwise import (
@@ -29,7 +30,13 @@ from shardwise import (
     apply_optimizer_in_backward,
     construct_module_sharding_plan,
 )
-from shardwise.sharding import Awaitable, row_wise, table_wise
+from shardwise.sharding import (
+    Awaitable,
+    TrainPipelineFusedSparseDist,
+    TrainPipelineSemiSync,
+    row_wise,
+    table_wise,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -154,3 +161,25 @@ def test_one_whose_input_the_model_makes_is_left_in_the_step() -> None:
         assert good and len(messages) == 1 and not is_replaced
         assert messages[0].startswith("module 'shifted' is not pipelined: its input is not a part of the batch")
         assert calls[:4] == ["input_dist", "compute"] * 2
+
+
+def looked_up_ahead(semi: bool) -> tuple[bool, list[str]]:
+    """Whether bits are those of the loop that is promised, and the module's calls."""
+    plain, model = made(), made()
+    pipeline: Any = (
+        TrainPipelineSemiSync(model, dense_optimizer(model), CPU, start_batch=0)
+        if semi
+        else TrainPipelineFusedSparseDist(model, dense_optimizer(model), CPU)
+    )
+    outputs = drain(pipeline.progress, map(batch_of, range(5)))
+    batches = [list(map(batch_of, range(5)))]
+    expected = semi_sync_loop(plain, dense_optimizer(plain), batches, 0 if semi else 9, False)
+    plain_state, piped_state = state_of(plain), state_of(model)
+    good = same(expected, outputs) and all(torch.equal(value, piped_state[name]) for name, value in plain_state.items())
+    return good, model.module.shifted.calls
+
+
+def test_a_module_of_ones_own_is_looked_up_ahead_by_compute() -> None:
+    for semi in (False, True):
+        for good, calls in run_ranks(2, looked_up_ahead, semi):
+            assert good and calls.count("compute") == calls.count("input_dist") == 5

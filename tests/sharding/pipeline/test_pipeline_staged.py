@@ -94,8 +94,8 @@ def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one stage"):
         StagedTrainPipeline([])
     stream: Any = object()
-    with pytest.raises(ValueError, match="embedding_lookup_stream: rows would be looked up before the update"):
-        SparseDataDistUtil(nn.Linear(1, 1), None, embedding_lookup_stream=stream)
+    with pytest.raises(ValueError, match="a lookup brings rows to their slots itself; give one"):
+        SparseDataDistUtil(nn.Linear(1, 1), None, prefetch_stream=stream, embedding_lookup_stream=stream)
 
 
 def train_by_stages(prefetches: bool, counts: list[int], fails: bool) -> tuple[bool, int, list[str], list[str]]:

@@ -175,3 +175,99 @@ def of_no_batch() -> str:
 
 def test_a_context_that_no_batch_has_is_refused() -> None:
     assert run_ranks(1, of_no_batch)[0].startswith("ValueError: the context is of no batch under way")
+
+
+class Scaled(TrainPipelineSparseDist[Batch, Tensor]):
+    """As TorchEasyRec's: ranks agree on each batch by themselves, and the loss is scaled in the backward."""
+
+    def _next_batch(self, dataloader_iter: Iterator[Batch]) -> Batch | None:
+        if dataloader_iter is not self._dataloader_iter:
+            self._dataloader_iter, self._dataloader_exhausted = dataloader_iter, False
+        batch = None if self._dataloader_exhausted else next(dataloader_iter, None)
+        have = torch.tensor([int(batch is not None)])
+        dist.all_reduce(have)
+        if have.item() < dist.get_world_size():
+            self._dataloader_exhausted, batch = True, None
+        return batch
+
+    def _backward(self, losses: Tensor) -> None:
+        (torch.sum(losses, dim=0) / 4).backward()  # type: ignore[no-untyped-call]
+
+    def _optimizer_step(self) -> None:
+        for group in self._optimizer.param_groups:
+            torch.nn.utils.clip_grad_value_(group["params"], 0.01)
+        super()._optimizer_step()
+
+
+class Predicts(TrainPipelineSparseDist[Batch, Tensor]):
+    """As TorchEasyRec's: a rank whose batches have ended goes on with its last one until all have."""
+
+    def _next_batch(self, dataloader_iter: Iterator[Batch]) -> Batch | None:
+        batch = super()._next_batch(dataloader_iter)
+        have = torch.tensor([int(batch is not None)])
+        dist.all_reduce(have)
+        return replace(self.batches[0]) if batch is None and have.item() else batch
+
+
+def of_other_programs() -> tuple[int, bool, int]:
+    """Steps of both; and whether the first is a loop that scales and clips."""
+    model, plain, rank = sharded("ps"), sharded("ps"), dist.get_rank()
+    pipeline = Scaled(model, dense_optimizer(model), CPU)
+    outputs = drain(pipeline.progress, iter([batch_of(n) for n in range(4 + rank)]))
+    optimizer, expected = dense_optimizer(plain), []
+    for n in range(4):
+        optimizer.zero_grad()
+        losses, output = plain(batch_of(n))
+        (torch.sum(losses, dim=0) / 4).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.01)
+        optimizer.step()
+        expected.append(output.detach().clone())
+    good = same(expected, outputs) and equal(model, plain)
+    model.eval()
+    predicts = Predicts(model, dense_optimizer(model), CPU)
+    with torch.no_grad():
+        return len(outputs), good, len(drain(predicts.progress, iter([batch_of(n) for n in range(3 + 2 * rank)])))
+
+
+def test_what_loads_scales_and_steps_may_be_a_programs_own() -> None:
+    """The overrides that TorchEasyRec makes: of `_next_batch` with a collective in it, and of `_backward`."""
+    assert run_ranks(2, of_other_programs) == [(4, True, 5)] * 2
+
+
+class Own(TrainPipelineSparseDist[Batch, Tensor]):
+    """A step of its own, written as TorchRec's; counts what has left ahead of its forward."""
+
+    ahead = 0
+
+    def progress(self, dataloader_iter: Iterator[Batch]) -> Tensor:
+        self.fill_pipeline(dataloader_iter)
+        if not self.batches:
+            raise StopIteration
+        self._set_module_context(self.contexts[0])
+        self._optimizer.zero_grad()
+        self._wait_for_batch()
+        if len(self.batches) >= 2:
+            self.start_sparse_data_dist(self.batches[1], self.contexts[1])
+        self.enqueue_batch(dataloader_iter)
+        self.ahead += bool(self._queue[0].started)
+        losses, output = self._model_fwd(self.batches[0])  # type: ignore[arg-type]
+        if len(self.batches) >= 2:
+            self.wait_sparse_data_dist(self.contexts[1])
+        torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self.dequeue_batch()
+        return output
+
+
+def of_its_own_step() -> tuple[bool, int]:
+    """Whether all is as in a plain loop over what both ranks have, and how many batches had left ahead."""
+    model = sharded("ps")
+    pipeline = Own(model, dense_optimizer(model), CPU)
+    outputs = drain(pipeline.progress, iter([batch_of(n) for n in range(6 + dist.get_rank())]))
+    return as_a_plain_loop(model, outputs, range(6)), pipeline.ahead
+
+
+@pytest.mark.filterwarnings("ignore:ranks .* have no batch left")
+def test_a_subclass_may_write_the_step_itself() -> None:
+    """The first two find nobody who knows yet what the model looks up."""
+    assert run_ranks(2, of_its_own_step) == [(True, 4)] * 2

@@ -1,0 +1,133 @@
+"""Semi-synchronous training has a staleness that a plain loop can repeat, bit for bit.
+
+The loop here knows nothing of pipelines: where a batch is to miss the update of the one before, it puts the tables of
+that time in place for the forward, and those of now back for the backward.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_zoo import Batch, Net, batch_of, dense_optimizer, drain, same, sharded
+from pipeline_runs import CPU, equal
+from ranks import run_ranks, world_group
+from torch import Tensor, nn
+
+from shardwise import (
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    RowWiseAdagrad,
+    ShardingEnv,
+    ShardingPlan,
+    apply_optimizer_in_backward,
+    construct_module_sharding_plan,
+)
+from shardwise.sharding import TrainPipelineSemiSync, data_parallel, row_wise, table_wise
+
+pytestmark = pytest.mark.ranks
+
+
+class Tables(Net):
+    """Pooled tables, one of which the optimizer of the dense layers trains."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.parts = "p"
+        tables = [EmbeddingBagConfig(40, 8, f"t{n}", feature_names=[f"f{n}"]) for n in range(4)]
+        self.pooled = EmbeddingBagCollection(tables)
+
+
+def with_a_dense_table() -> Any:
+    module, world = Tables(), dist.get_world_size()
+    params = dict(module.pooled.named_parameters())
+    by_gradient = params.pop("embedding_bags.t2.weight")
+    apply_optimizer_in_backward(RowWiseAdagrad, params.values(), {"lr": 0.1})
+    assert by_gradient.requires_grad
+    cut = {"t0": table_wise(rank=0), "t1": row_wise(), "t2": data_parallel(), "t3": data_parallel()}
+    plan = ShardingPlan({"pooled": construct_module_sharding_plan(
+        module.pooled, cut, local_size=world, world_size=world, device_type="cpu"
+    )})  # fmt: skip
+    return DistributedModelParallel(module, ShardingEnv.from_process_group(world_group()), "cpu", plan)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    names = [name for name, _ in model.named_parameters()]
+    if not any(name.endswith("t2.weight") for name in names) or "sequence" in "".join(names):
+        return dense_optimizer(model)
+    wanted = ("dense", "over", "pooled.embedding_bags.t2.")
+    return torch.optim.Adagrad([p for name, p in model.named_parameters() if name.startswith(wanted)], lr=0.05)
+
+
+def semi_sync_loop(
+    model: Any, optimizer: torch.optim.Optimizer, epochs: Sequence[Sequence[Batch]], start: int, stash: bool
+) -> list[Tensor]:
+    """Outputs of the loop that `TrainPipelineSemiSync` promises."""
+    tables = [group.flat for one in model._sharded.values() for group in one._tables.all_groups()]
+    outputs, number, waiting = [], 0, None
+    for batches in epochs:
+        before = None
+        for batch in batches:
+            optimizer.zero_grad()
+            now = [table.detach().clone() for table in tables]
+            if before is not None and number > start:
+                for table, stale in zip(tables, before, strict=True):
+                    table.data.copy_(stale)
+            losses, output = model(batch)
+            for table, live in zip(tables, now, strict=True):
+                table.data.copy_(live)
+            torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
+            if number >= start and stash:
+                own = [
+                    (p, None if p.grad is None else p.grad.clone())
+                    for group in optimizer.param_groups
+                    for p in group["params"]
+                ]
+                if waiting is not None:
+                    for param, grad in waiting:
+                        param.grad = grad
+                    optimizer.step()
+                waiting = own
+            else:
+                optimizer.step()
+            before, number = now, number + 1
+            outputs.append(output.detach().clone())
+    return outputs
+
+
+def of_model(kind: str) -> Any:
+    return with_a_dense_table() if kind == "dense" else sharded(kind)
+
+
+def beside_the_loop(kind: str, start: int, stash: bool) -> tuple[bool, bool, bool]:
+    """Whether outputs and every number of the model are those of the loop, and outputs those of a fresh one."""
+    numbers = [range(7), range(7, 11)]
+    piped, plain, fresh = (of_model(kind) for _ in range(3))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="module 'pooled': the pipeline's optimizer trains")
+        pipeline: Any = TrainPipelineSemiSync(
+            piped, optimizer_of(piped), CPU, start_batch=start, stash_gradients=stash, free_features_storage_early=stash
+        )  # fmt: skip
+    outputs = [one for epoch in numbers for one in drain(pipeline.progress, (batch_of(n) for n in epoch))]
+    epochs = [[batch_of(n) for n in epoch] for epoch in numbers]
+    expected = semi_sync_loop(plain, optimizer_of(plain), epochs, start, stash)
+    in_sync = semi_sync_loop(fresh, optimizer_of(fresh), epochs, 99, False)
+    return same(expected, outputs), equal(piped, plain), same(in_sync, outputs)
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "start", "stash"),
+    [(2, "pws", 0, False), (2, "pws", 3, True), (2, "dense", 2, False), (1, "ps", 3, True), (1, "dense", 0, True)],
+)
+def test_every_batch_sees_the_tables_that_are_promised(world: int, kind: str, start: int, stash: bool) -> None:
+    """Of pooled tables (rowwise Adagrad, Adam) and sequences (SGD), cut every way, over the end of an iterator."""
+    assert run_ranks(world, beside_the_loop, kind, start, stash) == [(True, True, False)] * world
+
+
+def test_until_its_first_batch_all_is_in_sync() -> None:
+    assert run_ranks(2, beside_the_loop, "ps", 20, True) == [(True, True, True)] * 2
