@@ -62,6 +62,20 @@ def agreed(error: E) -> E:
     return error
 
 
+def raise_after_backward(error: Exception) -> None:
+    """Raise out of the backward that runs now, once all else of it is done.
+
+    DistributedDataParallel must finish its averages, which it does at the end of a backward, or it refuses the next.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+
+    def fail() -> None:
+        raise error
+
+    # a callback that is added by a callback comes after those of others
+    engine.queue_callback(lambda: engine.queue_callback(fail))
+
+
 def is_agreed(error: BaseException) -> bool:
     """Whether all ranks raise this error, or that which led to it."""
     return any(getattr(cause, _AGREED, False) for cause in _causes(error))

@@ -18,6 +18,8 @@ from ..comms.agreement import Facts, facts_of_dense
 from ..comms.env import ShardingEnv, default_env
 from ..comms.exchange import hang_up
 from ..comms.watch import watch_over
+from ..compiled.registry import name_for_graphs
+from ..compiled.step import in_graph
 from ..engine.reshard import changes_of, reshard_by_plan
 from ..engine.state import check_weights, take_over
 from ..modules.default_sharders import get_default_sharders
@@ -33,6 +35,7 @@ from ..plan.device_fallback import device_here, quiet_without_cuda
 from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import EmbeddingModuleShardingPlan, ShardingPlan
 from ..planning.planners import plan_for
+from .compiled import forward_in_graph
 from .data_parallel import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
@@ -108,6 +111,7 @@ class DistributedModelParallel(nn.Module):
                 raise TypeError(
                     f"sharders must be ModuleSharders, EmbeddingBagCollectionSharder() say, got {sharder!r}"
                 )
+        self.graph_name = name_for_graphs(self)
         self._init_parameters = init_parameters
         self._data_parallel_wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
         self._is_data_parallel = False
@@ -129,6 +133,11 @@ class DistributedModelParallel(nn.Module):
         move(self._dmp_wrapped_module, self._device)
         if init_data_parallel:
             self.init_data_parallel()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # a copy is compiled by itself
+        self.graph_name = name_for_graphs(self)
 
     @property
     def module(self) -> nn.Module:
@@ -197,6 +206,8 @@ class DistributedModelParallel(nn.Module):
                 " use torchrec.fx.symbolic_trace, by our name shardwise.sharding.dmp.tracing.symbolic_trace, or trace"
                 " model.module"
             )
+        if in_graph():
+            return forward_in_graph(self, args, kwargs)
         if self._device.type == "meta":
             self._leave_meta()
             if self._device.type == "meta":

@@ -80,17 +80,3 @@ def fault_error(exchange: Exchange, fault: int, routes: Routes, codec: Codec | N
             " or a smaller loss scale"
         )
     )
-
-
-def raise_after_backward(error: Exception) -> None:
-    """Raise out of the backward that runs now, once all else of it is done.
-
-    DistributedDataParallel must finish its averages, which it does at the end of a backward, or it refuses the next.
-    """
-    engine: Any = torch.autograd.Variable._execution_engine
-
-    def fail() -> None:
-        raise error
-
-    # a callback that is added by a callback comes after those of others
-    engine.queue_callback(lambda: engine.queue_callback(fail))
