@@ -112,8 +112,7 @@ def step_in_graph(collection: ShardedCollection, features: KeyedJaggedTensor) ->
     variable = features.variable_stride_per_key()
     per_rank = features.stride_per_key_per_rank() if variable else []
     sizes = [size for sizes in per_rank for size in sizes] if variable else [features.stride()]
-    outputs: list[Tensor]
-    outputs, _ = _step(
+    *outputs, _ = _step(
         collection._anchor, collection.gradient_parameters(), features.values(), weights,
         features.lengths_or_none(), features.offsets_or_none(), inverse, sizes,
         len(per_rank[0]) if variable else 0, features.keys(), list(inverse_keys), collection.graph_name,
@@ -163,8 +162,8 @@ def _run_step(
     name: str,
     update: bool,
     weights_learn: bool,
-) -> tuple[list[Tensor], Tensor]:
-    """The outputs of a collection's forward, detached, and the ticket of its backward if `update`."""
+) -> list[Tensor]:
+    """The outputs of a collection's forward, detached, and the ticket of its backward."""
     collection = module_of(name)
     batch = Batch(list(keys), values, weights, lengths, offsets, inverse, list(inverse_keys), list(sizes), ranks)
     try:
@@ -180,7 +179,7 @@ def _run_step(
         if collection.watch is not None:
             collection.watch.report(error, "in forward")
         raise
-    return [output.detach() for output in outputs], _ticket(kept)
+    return [*(output.detach() for output in outputs), _ticket(kept)]
 
 
 def _fake_step(
@@ -198,15 +197,16 @@ def _fake_step(
     name: str,
     update: bool,
     weights_learn: bool,
-) -> tuple[list[Tensor], Tensor]:
+) -> list[Tensor]:
     batch = Batch(list(keys), values, weights, lengths, offsets, inverse, list(inverse_keys), list(sizes), ranks)
-    return module_of(name).fake_outputs(batch), torch.empty(1, dtype=torch.int64, device="cpu")
+    return [*module_of(name).fake_outputs(batch), torch.empty(1, dtype=torch.int64, device="cpu")]
 
 
 _step = register_ordered(
     "sharded_step(Tensor anchor, Tensor[] parameters, Tensor values, Tensor? weights, Tensor? lengths, Tensor? offsets,"
     " Tensor? inverse, SymInt[] sizes, int ranks, str[] keys, str[] inverse_keys, str name, bool update,"
-    " bool weights_learn) -> (Tensor[], Tensor)",
+    # one list: inductor takes sizes that nobody knows from an ordered op with one result alone
+    " bool weights_learn) -> Tensor[]",
     _run_step,
     _fake_step,
 )
@@ -253,17 +253,17 @@ _step_backward = register_ordered(
 )
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     weights, name, weights_learn = inputs[3], inputs[11], inputs[13]
-    ctx.save_for_backward(output[1])
+    ctx.save_for_backward(output[-1])
     # torch takes an empty list for one of tensors, whose gradients are a list too
     ctx.name, ctx.inputs = name, [[] if isinstance(given, (list, tuple)) and not given else None for given in inputs]
     ctx.ids, ctx.dtype = (weights.shape[0], weights.dtype) if weights_learn else (0, None)
 
 
-def _backward_of_step(ctx: Any, grads: list[Tensor], _: Tensor) -> tuple[Any, ...]:
+def _backward_of_step(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     (ticket,) = ctx.saved_tensors
-    anchor, *others = _step_backward(grads, ticket, ctx.name, ctx.ids, ctx.dtype)
+    anchor, *others = _step_backward(grads[:-1], ticket, ctx.name, ctx.ids, ctx.dtype)
     of_weights = others.pop(0) if ctx.dtype is not None else None
     given = list(ctx.inputs)
     given[0], given[1], given[3] = anchor, others, of_weights
