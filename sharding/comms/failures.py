@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 E = TypeVar("E", bound=BaseException)

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +33,6 @@ from .registry import module_of
 
 if TYPE_CHECKING:
     from ..engine.collection import ShardedCollection
-
-# torch.compile looks into what is cached and sees True; all others get the cached False, without a call of Python
-in_graph = lru_cache(maxsize=1)(torch.compiler.is_dynamo_compiling)
-in_graph()
 
 _library = torch.library.Library("shardwise_sharded", "DEF")  # type: ignore[no-untyped-call]
 # of a thread in which nothing traces and autograd records

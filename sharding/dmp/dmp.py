@@ -13,13 +13,13 @@ from torch.fx import Proxy
 from torch.fx.proxy import TraceError
 
 from shardwise.embeddings import CombinedOptimizer, optimizer_of
+from shardwise.kernels._op import in_graph
 
 from ..comms.agreement import Facts, facts_of_dense
 from ..comms.env import ShardingEnv, default_env
 from ..comms.exchange import hang_up
 from ..comms.watch import watch_over
 from ..compiled.registry import name_for_graphs
-from ..compiled.step import in_graph
 from ..engine.reshard import changes_of, reshard_by_plan
 from ..engine.state import check_weights, take_over
 from ..modules.default_sharders import get_default_sharders

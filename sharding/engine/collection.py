@@ -27,7 +27,7 @@ from shardwise.embeddings.tables.lookup_autograd import warn_of_eval
 from shardwise.embeddings.tables.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged.tracing import record_forward
-from shardwise.kernels._op import no_second_derivative, runs_kernel
+from shardwise.kernels._op import in_graph, no_second_derivative, runs_kernel
 
 from ...planner.layout import Shard, TableOptions, validate
 from ..comms.agreement import Facts, agree, facts_of, facts_of_shards
@@ -39,7 +39,7 @@ from ..comms.failures import agreed, raise_after_backward
 from ..comms.host_exchange import HostExchange
 from ..comms.qcomms import codecs_of
 from ..compiled.registry import name_for_graphs
-from ..compiled.step import Batch, in_graph, step_in_graph
+from ..compiled.step import Batch, step_in_graph
 from .dedup import dedup_ids
 from .flags import fault_error, fault_of, flag_of
 from .fused_optimizer import ShardedFusedOptimizer

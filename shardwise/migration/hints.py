@@ -29,6 +29,9 @@ HINTS: Mapping[str, str] = {
     "torchrec.distributed.test_utils": "tests/support/ranks.py of shardwise's repository spawns ranks for tests",
     "torchrec.metrics": _METRICS,
     "torchrec.ir": "torch.export takes the whole model, with its lookups as ops",
+    "torchrec.pt2.checks.pt2_guard_size_oblivious": (
+        "TorchRec 1.8 has pt2_guard_or_false and pt2_guard_or_true in its place, as torch itself"
+    ),
     "torchrec.modules.itep_modules": "pruning in training is not served",
 }
 

@@ -314,8 +314,7 @@ def test_the_committed_list_is_the_reference() -> None:
 
 CALLS = lines_of("torchrec_arguments.txt")
 # last arguments that we do not take: given, they raise
-WITHOUT = {"sharded_module_order_overwrite", "use_gather_select", "use_gather_select_per_sharding", "maximize",
-           "extend_leaf_fqn"}  # fmt: skip
+WITHOUT = {"sharded_module_order_overwrite", "use_gather_select", "use_gather_select_per_sharding", "maximize"}
 # what only sharders construct; theirs are of another engine
 INTERNAL = {
     *("ShardedEmbeddingTower", "ShardedEmbeddingTowerCollection", "ShardedEmbeddingBag", "FusedOptimizer"),
