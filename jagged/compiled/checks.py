@@ -29,7 +29,7 @@ _always = False
 
 
 def set_use_torchdynamo_compiling_path(val: bool) -> None:
-    """Have `is_torchdynamo_compiling`, and hints, answer as if torch.compile traced, whatever does: for a tracer of yours.
+    """Have `is_torchdynamo_compiling`, and hints, answer as if torch.compile traced: for a tracer of yours.
 
     Of the whole process; what of shardwise works otherwise where torch.compile traces does not ask here.
     """

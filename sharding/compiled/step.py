@@ -168,7 +168,11 @@ def _run_step(
             kept = None
             if update:
                 places = [n for n, output in enumerate(outputs) if output.requires_grad]
-                inputs = [collection._anchor, *([own] if own is not None and weights_learn else []), *collection.gradient_parameters()]
+                inputs = [
+                    collection._anchor,
+                    *([own] if own is not None and weights_learn else []),
+                    *collection.gradient_parameters(),
+                ]
                 kept = _Kept([get_gradient_edge(outputs[n]) for n in places], places, inputs)
     except BaseException as error:
         if collection.watch is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 if TYPE_CHECKING:
@@ -36,26 +36,30 @@ def dmp_fx_trace_forward(dmp: DistributedModelParallel, tracer: fx.Tracer) -> Ca
     parameters = list(signature.parameters.values())
     kinds = {parameter.kind for parameter in parameters}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-        raise ValueError(f"{type(dmp.module).__name__}.forward{signature}: name its arguments, tracers cannot follow these")
+        raise ValueError(
+            f"{type(dmp.module).__name__}.forward{signature}: name its arguments, tracers cannot follow these"
+        )
+
+    # the tracer of a function has an empty module for its root; `dmp` itself names buffers as those of the model inside
+    root = nn.Module()
+    root._dmp_wrapped_module = dmp._dmp_wrapped_module
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not is_fx_symbolic_tracing():
             return dmp(*args, **kwargs)
-        # a tracer of a function has an empty module for its root, in which no module has a path
-        tracer.root = dmp
+        tracer.root = root
         return dmp.module.forward(*args, **kwargs)
 
-    # torch.fx reads names from the code of the function
-    named = [f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in parameters]
-    bare = signature.replace(
-        parameters=[p.replace(annotation=p.empty, default=p.default if p.default is p.empty else None) for p in parameters],
-        return_annotation=signature.empty,
-    )
+    # torch.fx reads the names of arguments from a function's code
+    by_name = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    by_place = [parameter for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+    taken = ", ".join([*(p.name for p in by_place), *(["*"] if by_name else []), *(p.name for p in by_name)])
+    given = ", ".join([*(p.name for p in by_place), *(f"{p.name}={p.name}" for p in by_name)])
     names: dict[str, Any] = {"call": call}
-    exec(f"def forward{bare}:\n    return call({', '.join(named)})", names)
+    exec(f"def forward({taken}): return call({given})", names)
     forward: Any = names["forward"]
-    forward.__defaults__ = tuple(p.default for p in parameters if p.kind is not p.KEYWORD_ONLY and p.default is not p.empty)
-    forward.__kwdefaults__ = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+    forward.__defaults__ = tuple(p.default for p in by_place if p.default is not p.empty)
+    forward.__kwdefaults__ = {p.name: p.default for p in by_name if p.default is not p.empty}
     forward.__signature__ = signature
     return forward  # type: ignore[no-any-return]
 

@@ -113,7 +113,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             values = values.to(self._output_dtype)
         return self._output.with_values(values)
 
-
     def eager_outputs(self, features: KeyedJaggedTensor) -> list[Tensor]:
         """[values]; see `ShardedCollection`."""
         return [self.finish(self.begin(features)).values()]

@@ -373,9 +373,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.sharding.dmp.tracing": "Tracer is_fx_tracing symbolic_trace",
     },
     "torchrec.fx.utils": {
-        "shardwise.sharding.dmp.fx_parts": (
-            "assert_fx_safe dmp_fx_trace_forward fake_range fx_marker is_marker_node"
-        ),
+        "shardwise.sharding.dmp.fx_parts": ("assert_fx_safe dmp_fx_trace_forward fake_range fx_marker is_marker_node"),
     },
     "torchrec.inference.modules": {
         "shardwise.inference.quantize": (

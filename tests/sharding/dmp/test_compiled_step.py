@@ -31,7 +31,7 @@ from shardwise import (
 from shardwise.jagged.compiled.batches import kjt_for_pt2_tracing
 from shardwise.sharding import column_wise, construct_module_sharding_plan, data_parallel, row_wise, table_wise
 from shardwise.sharding.compiled import step as step_ops
-from shardwise.sharding.dmp.data_parallel import DefaultDataParallelWrapper
+from shardwise.sharding.dmp.unwrap import sharded_model_copy
 from shardwise.sharding.modules.embedding_bag import EmbeddingBagSharder
 
 pytestmark = pytest.mark.ranks
@@ -174,6 +174,7 @@ def test_a_compiled_step_is_one_graph_each_way_and_has_the_bits_of_the_eager_ste
             assert result["far"] == 0
 
 
+@pytest.mark.long
 def test_inductor_compiles_the_same_step_whose_dense_layers_round_otherwise() -> None:
     for (result,) in run_ranks(2, several, (False, "inductor", True), timeout=400):
         assert result["breaks"] == {} and result["graphs"] == 1 and not result["stays"]
@@ -181,11 +182,13 @@ def test_inductor_compiles_the_same_step_whose_dense_layers_round_otherwise() ->
 
 
 def unmarked_and_marked() -> list[Any]:
-    """Batches of unknown size, of one and of several batch sizes; evaluation; a copy; and a model that is not wrapped."""
+    """Batches of any number of ids, of one and of several batch sizes; and evaluation. Nothing is wrapped."""
     found: list[Any] = []
     for convert_to_vb in (False, True):
         net = EmbeddingBagCollection(
-            tables=[EmbeddingBagConfig(name=f"t{n}", num_embeddings=9, embedding_dim=4, feature_names=[n]) for n in "ab"]
+            tables=[
+                EmbeddingBagConfig(name=f"t{n}", num_embeddings=9, embedding_dim=4, feature_names=[n]) for n in "ab"
+            ]
         )
         torch.manual_seed(1)
         for table in net.parameters():
@@ -255,12 +258,47 @@ def failures() -> dict[str, Any]:
     function(good).backward()
     after = torch.cat([param.detach().flatten() for param in model.module.ebc.parameters()])
     found["goes on"] = bool(table.isfinite().all()) and (not table.numel() or not torch.equal(table, after))
-    gradients = [torch.empty_like(model.module.over.weight) for _ in range(2)]
-    torch.distributed.all_gather(gradients, model.module.over.weight.grad)
-    with model._dmp_wrapped_module.no_sync():
-        function(good).backward()
-    # a copy has tables of its own
     return found
+
+
+class Bag(nn.Module):
+    """A bag of torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.bag = nn.EmbeddingBag(7, 4, mode="sum", include_last_offset=True)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        bags: Tensor = self.bag(features.values(), features.offsets())
+        return bags * 2
+
+
+def bags_and_copies() -> list[Any]:
+    """A bag of torch's own beside the eager one; and whether a copy of a model trains tables of its own."""
+    batch = kjt({"a": [[1, 2], [3]]})
+    eager, model = (DistributedModelParallel(Bag(), sharders=[EmbeddingBagSharder()]) for _ in range(2))
+    function, _ = counted(model)
+    for call in (eager, function):
+        call(batch).sum().backward()
+    same = far([p.detach() for p in model.parameters()], [p.detach() for p in eager.parameters()])
+    copied = eager.copy("cpu")
+    with sharded_model_copy(torch.device("cpu")):
+        copied = copy.deepcopy(eager)
+    before = [param.detach().clone() for param in eager.parameters()]
+    run = torch.compile(lambda model, batch: model(batch), fullgraph=True, backend="aot_eager")
+    for each in (eager, copied, copied):
+        run(each, batch).sum().backward()
+    moved = [far([now.detach()], [then]) for now, then in zip(eager.parameters(), before, strict=True)]
+    far_apart = [far([a.detach()], [b]) for a, b in zip(copied.parameters(), before, strict=True)]
+    return [same, dict(counters["graph_break"]), max(moved), max(far_apart)]
+
+
+def test_bags_of_torch_compile_and_a_copy_is_compiled_by_itself() -> None:
+    found = run_ranks(2, bags_and_copies)
+    assert [result[:2] for result in found] == [[0, {}], [0, {}]]
+    moved, copied = (max(result[at] for result in found) for at in (2, 3))
+    assert moved > 0 and copied > 1.5 * moved, "the copy trained twice, and the original once"
 
 
 def test_failures_of_compiled_steps_are_those_of_eager_ones() -> None:
