@@ -68,7 +68,8 @@ def check_values(values: Tensor, weights: Tensor | None) -> None:
     check_tensor("weights", weights)
     if in_graph() and weights.dim():
         # sizes that nobody knows yet are checked when they are
-        torch._check(weights.shape[0] == values.shape[0], lambda: "weights must be as many as values")
+        same = weights.shape[0] == values.shape[0]
+        torch._check(same, lambda: "weights must be as many as values")  # type: ignore[no-untyped-call]
     elif weights.dim() == 0 or weights.shape[0] != values.shape[0]:
         raise ValueError(
             f"weights must be as many as values: got shape {list(weights.shape)} for {values.shape[0]} values"

@@ -65,16 +65,16 @@ def pt2_checks_tensor_slice(tensor: Tensor, start_offset: int, end_offset: int, 
     """
     if is_pt2_compiling():
         for offset in (start_offset, end_offset):
-            torch._check(offset >= 0)
-            torch._check(offset <= tensor.size(dim))
-        torch._check(end_offset >= start_offset)
+            torch._check(offset >= 0)  # type: ignore[no-untyped-call]
+            torch._check(offset <= tensor.size(dim))  # type: ignore[no-untyped-call]
+        torch._check(end_offset >= start_offset)  # type: ignore[no-untyped-call]
 
 
 def pt2_checks_all_is_size(x: list[int]) -> list[int]:
     """The list, of whose numbers the compiler is told that none is negative. Raises as `pt2_checks_tensor_slice`."""
     if is_pt2_compiling():
         for size in x:
-            torch._check(size >= 0)
+            torch._check(size >= 0)  # type: ignore[no-untyped-call]
     return x
 
 
@@ -82,7 +82,7 @@ def pt2_check_size_nonzero(x: Tensor) -> Tensor:
     """The tensor, of which the compiler is told that no dim is empty. Raises as `pt2_checks_tensor_slice`."""
     if is_pt2_compiling():
         for dim in range(x.dim()):
-            torch._check(x.size(dim) > 0)
+            torch._check(x.size(dim) > 0)  # type: ignore[no-untyped-call]
     return x
 
 

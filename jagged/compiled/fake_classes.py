@@ -87,7 +87,7 @@ def deregister_fake_classes() -> None:
     """Undo `register_fake_classes`; nothing happens where it did nothing."""
     for name in _FAKES:
         if has_fake_class(_full_name(name)):
-            deregister_fake_class(name)
+            deregister_fake_class(name)  # type: ignore[no-untyped-call]
 
 
 def _exists(name: str) -> bool:

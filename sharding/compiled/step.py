@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +28,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels._op import outside_graphs
 
-from ..comms.failures import is_agreed, raise_after_backward
+from ..comms.failures import agreed, is_agreed, raise_after_backward
 from .registry import module_of
-
-if TYPE_CHECKING:
-    from ..engine.collection import ShardedCollection
 
 _library = torch.library.Library("shardwise_sharded", "DEF")  # type: ignore[no-untyped-call]
 # of a thread in which nothing traces and autograd records
@@ -99,21 +96,22 @@ def recording(*, gradients: bool) -> Iterator[None]:
         yield
 
 
-def step_in_graph(collection: ShardedCollection, features: KeyedJaggedTensor) -> list[Tensor]:
-    """What torch.compile records of a forward: the tensors of its result."""
+def step_in_graph(collection: Any, features: Any) -> list[Tensor]:
+    """What torch.compile records of a forward of a `ShardedCollection`: the tensors of its result."""
     if not isinstance(features, KeyedJaggedTensor):
         raise TypeError(f"a sharded collection takes a KeyedJaggedTensor, got {type(features).__name__}")
     weights, (inverse_keys, inverse) = features.weights_or_none(), features.inverse_indices_or_none() or ([], None)
     variable = features.variable_stride_per_key()
     per_rank = features.stride_per_key_per_rank() if variable else []
     sizes = [size for sizes in per_rank for size in sizes] if variable else [features.stride()]
-    *outputs, _ = _step(
+    outputs: list[Tensor] = _step(
         collection._anchor, collection.gradient_parameters(), features.values(), weights,
         features.lengths_or_none(), features.offsets_or_none(), inverse, sizes,
         len(per_rank[0]) if variable else 0, features.keys(), list(inverse_keys), collection.graph_name,
         torch.is_grad_enabled(), torch.is_grad_enabled() and weights is not None and weights.requires_grad,
     )  # fmt: skip
-    return outputs
+    # but the ticket
+    return outputs[:-1]
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def _ticket(kept: _Kept | None) -> Tensor:
     array = np.array([number])
     if kept is not None:
         _kept[number] = kept
-        weakref.finalize(array, _kept.pop, number, None)
+        weakref.finalize(array, _kept.pop, number, None).atexit = False
     return torch.from_numpy(array)
 
 
@@ -161,6 +159,11 @@ def _run_step(
     """The outputs of a collection's forward, detached, and the ticket of its backward."""
     collection = module_of(name)
     batch = Batch(list(keys), values, weights, lengths, offsets, inverse, list(inverse_keys), list(sizes), ranks)
+    if collection.routed_ahead:
+        raise agreed(RuntimeError(
+            "a pipeline sent a batch ahead, which a compiled step does not take: run the compiled model in a"
+            " TrainPipelineBase, or compile the dense layers alone"
+        ))  # fmt: skip
     try:
         with recording(gradients=update):
             own = None if weights is None else weights.detach().requires_grad_(weights_learn)
@@ -168,15 +171,12 @@ def _run_step(
             kept = None
             if update:
                 places = [n for n, output in enumerate(outputs) if output.requires_grad]
-                inputs = [
-                    collection._anchor,
-                    *([own] if own is not None and weights_learn else []),
-                    *collection.gradient_parameters(),
-                ]
+                learning = [own] if own is not None and weights_learn else []
+                inputs = [collection._anchor, *learning, *collection.gradient_parameters()]
                 kept = _Kept([get_gradient_edge(outputs[n]) for n in places], places, inputs)
     except BaseException as error:
-        if collection.watch is not None:
-            collection.watch.report(error, "in forward")
+        if collection._exchange.watch is not None:
+            collection._exchange.watch.report(error, "in forward")
         raise
     return [*(output.detach() for output in outputs), _ticket(kept)]
 

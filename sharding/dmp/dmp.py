@@ -135,7 +135,7 @@ class DistributedModelParallel(nn.Module):
             self.init_data_parallel()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         # a copy is compiled by itself
         self.graph_name = name_for_graphs(self)
 

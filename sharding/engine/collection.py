@@ -312,14 +312,9 @@ class ShardedCollection(StagedModule[Step]):
         return [self.parameter_name(table.name) for table in self._routes.tables if table.name not in dense]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         # a copy is compiled by itself
         self.graph_name = name_for_graphs(self)
-
-    @property
-    def watch(self) -> Any:
-        """What tells other ranks of a failure; None where nothing does."""
-        return self._exchange.watch
 
     def gradient_parameters(self) -> list[Tensor]:
         """This rank's parts of tables that train by their gradients, those that are not frozen."""

@@ -258,6 +258,11 @@ def failures() -> dict[str, Any]:
     function(good).backward()
     after = torch.cat([param.detach().flatten() for param in model.module.ebc.parameters()])
     found["goes on"] = bool(table.isfinite().all()) and (not table.numel() or not torch.equal(table, after))
+    # as a pipeline does
+    sharded: Any = model.module.ebc
+    sharded.routed_ahead.append(sharded.start(good))
+    found["ahead"] = error_of(function, good)
+    sharded.drop(sharded.routed_ahead.popleft())
     return found
 
 
@@ -308,3 +313,4 @@ def test_failures_of_compiled_steps_are_those_of_eager_ones() -> None:
         assert (found["kept"], found["kept after"]) == (1, 0), found
         assert found["infinite"].startswith("FloatingPointError: rank 1"), found
         assert found["goes on"], (rank, found)
+        assert found["ahead"].startswith("RuntimeError: a pipeline sent a batch ahead"), found
