@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import RefusedTypeError, RefusedValueError
+from shardwise.kernels._op import in_graph
 
 INTEGER_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
@@ -65,7 +66,11 @@ def check_values(values: Tensor, weights: Tensor | None) -> None:
     if weights is None:
         return
     check_tensor("weights", weights)
-    if weights.dim() == 0 or weights.shape[0] != values.shape[0]:
+    if in_graph() and weights.dim():
+        # sizes that nobody knows yet are checked when they are
+        same = weights.shape[0] == values.shape[0]
+        torch._check(same, lambda: "weights must be as many as values")  # type: ignore[no-untyped-call]
+    elif weights.dim() == 0 or weights.shape[0] != values.shape[0]:
         raise ValueError(
             f"weights must be as many as values: got shape {list(weights.shape)} for {values.shape[0]} values"
         )

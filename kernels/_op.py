@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from threading import RLock
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -139,6 +139,11 @@ _PLAIN = (Tensor, _PARAMETER)
 _compiling, _modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
 _transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
+
+# whether torch.compile traces, which looks into what is cached and sees True; all others get the cached False, without
+# a call of Python
+in_graph = lru_cache(maxsize=1)(torch.compiler.is_dynamo_compiling)
+in_graph()
 
 _library = torch.library.Library("shardwise", "DEF")  # type: ignore[no-untyped-call]
 

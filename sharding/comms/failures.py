@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 E = TypeVar("E", bound=BaseException)
@@ -60,6 +61,20 @@ def agreed(error: E) -> E:
     """Mark an error that every rank raises in this step: nobody is left waiting, and the group goes on."""
     setattr(error, _AGREED, True)
     return error
+
+
+def raise_after_backward(error: Exception) -> None:
+    """Raise out of the backward that runs now, once all else of it is done.
+
+    DistributedDataParallel must finish its averages, which it does at the end of a backward, or it refuses the next.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+
+    def fail() -> None:
+        raise error
+
+    # a callback that is added by a callback comes after those of others
+    engine.queue_callback(lambda: engine.queue_callback(fail))
 
 
 def is_agreed(error: BaseException) -> bool:

@@ -14,11 +14,13 @@ from torch.fx.proxy import TraceError
 
 from shardwise.embeddings import CombinedOptimizer, optimizer_of
 from shardwise.jagged import KeyedJaggedTensor
+from shardwise.kernels._op import in_graph
 
 from ..comms.agreement import Facts, facts_of_dense
 from ..comms.env import ShardingEnv, default_env
 from ..comms.exchange import hang_up
 from ..comms.watch import watch_over
+from ..compiled.registry import name_for_graphs
 from ..engine.reshard import changes_of, reshard_by_plan
 from ..engine.state import check_weights, take_over
 from ..engine.writing import write_rows
@@ -35,6 +37,7 @@ from ..plan.device_fallback import device_here, quiet_without_cuda
 from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import EmbeddingModuleShardingPlan, ShardingPlan
 from ..planning.planners import plan_for
+from .compiled import forward_in_graph
 from .data_parallel import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
@@ -110,6 +113,7 @@ class DistributedModelParallel(nn.Module):
                 raise TypeError(
                     f"sharders must be ModuleSharders, EmbeddingBagCollectionSharder() say, got {sharder!r}"
                 )
+        self.graph_name = name_for_graphs(self)
         self._init_parameters = init_parameters
         self._data_parallel_wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
         self._is_data_parallel = False
@@ -131,6 +135,11 @@ class DistributedModelParallel(nn.Module):
         move(self._dmp_wrapped_module, self._device)
         if init_data_parallel:
             self.init_data_parallel()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # a copy is compiled by itself
+        self.graph_name = name_for_graphs(self)
 
     @property
     def module(self) -> nn.Module:
@@ -199,6 +208,8 @@ class DistributedModelParallel(nn.Module):
                 " use torchrec.fx.symbolic_trace, by our name shardwise.sharding.dmp.tracing.symbolic_trace, or trace"
                 " model.module"
             )
+        if in_graph():
+            return forward_in_graph(self, args, kwargs)
         if self._device.type == "meta":
             self._leave_meta()
             if self._device.type == "meta":

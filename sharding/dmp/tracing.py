@@ -10,6 +10,14 @@ from torch import fx, nn
 from ..comms.awaitable import Awaitable
 from .dmp import DistributedModelParallel
 
+_tracing = False
+
+
+def is_fx_tracing() -> bool:
+    """Whether a `Tracer` of this module, which is `torchrec.fx`'s, traces what runs now."""
+    return _tracing
+
+
 # our layers of torch's kind, which are traced into; all other modules of ours are one node
 _PLAIN = "shardwise.models"
 
@@ -34,6 +42,14 @@ class Tracer(fx.Tracer):
 
     def trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """The graph of `root`; that of a `DistributedModelParallel` is of the model inside, without its wrappers."""
+        global _tracing
+        before, _tracing = _tracing, True
+        try:
+            return self._trace(root, concrete_args)
+        finally:
+            _tracing = before
+
+    def _trace(self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None) -> fx.Graph:
         if not isinstance(root, DistributedModelParallel):
             return super().trace(root, concrete_args)
         inside = next(path for path, module in root.named_modules() if module is root.module)

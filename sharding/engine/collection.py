@@ -11,6 +11,7 @@ from `routed_ahead`.
 
 from __future__ import annotations
 
+import abc
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from shardwise.embeddings.tables.lookup_autograd import warn_of_eval
 from shardwise.embeddings.tables.variable_batch import pad_strides, require_full_batch
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged.tracing import record_forward
-from shardwise.kernels._op import no_second_derivative, runs_kernel
+from shardwise.kernels._op import in_graph, no_second_derivative, runs_kernel
 
 from ...planner.layout import Shard, TableOptions, validate
 from ..comms.agreement import Facts, agree, facts_of, facts_of_shards
@@ -34,11 +35,13 @@ from ..comms.awaitable import LazyAwaitable
 from ..comms.consensus import send_header
 from ..comms.env import ShardingEnv, ShardingEnv2D, get_gradient_division
 from ..comms.exchange import Exchange
-from ..comms.failures import agreed
+from ..comms.failures import agreed, raise_after_backward
 from ..comms.host_exchange import HostExchange
 from ..comms.qcomms import codecs_of
+from ..compiled.registry import name_for_graphs
+from ..compiled.step import Batch, step_in_graph
 from .dedup import dedup_ids
-from .flags import fault_error, fault_of, flag_of, raise_after_backward
+from .flags import fault_error, fault_of, flag_of
 from .fully_sharded import FullyShardedShards
 from .fused_optimizer import ShardedFusedOptimizer
 from .id_map import IdMap, id_ranges, pack_mapped
@@ -248,6 +251,7 @@ class ShardedCollection(WritableTables):
         self._settle(routes, number, local_tables)
         # steps that began ahead: a forward takes its own from here
         self.routed_ahead: deque[Step] = deque()
+        self.graph_name = name_for_graphs(self)
         self.add_module(self._children_name, local_tables.children())
         self.train(module.training)
         if isinstance(self.shards, FullyShardedShards):
@@ -294,6 +298,8 @@ class ShardedCollection(WritableTables):
         self.states = States(routes, local_tables, self._env)
         self._output_dtypes = output_dtypes(routes, self._policy.output_dtype, self._arrives_as)
         self._dense_parameters = local_tables.dense_parameters()
+        replicated = {shard.table for group in routes.dense for shard in group.shards}
+        self._gradient_tables = [t.name for t in routes.tables if t.name in replicated or t in routes.dense_cuts]
         kinds = set(self._output_dtypes) or {self._policy.output_dtype}
         # of all lookups, None where they have several
         self._output_dtype = kinds.pop() if len(kinds) == 1 else None
@@ -346,6 +352,28 @@ class ShardedCollection(WritableTables):
         dense = {shard.table for group in self._routes.dense for shard in group.shards}
         return [self.parameter_name(table.name) for table in self._routes.tables if table.name not in dense]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # a copy is compiled by itself
+        self.graph_name = name_for_graphs(self)
+
+    def gradient_parameters(self) -> list[Tensor]:
+        """This rank's parts of tables that train by their gradients, those that are not frozen."""
+        parameters = [self._tables.parameters[table] for table in self._gradient_tables]
+        return [param for param in parameters if param.requires_grad and param.numel()]
+
+    @abc.abstractmethod
+    def eager_outputs(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        """The tensors of the result of a forward that nothing traces; none is a view of the batch."""
+
+    @abc.abstractmethod
+    def fake_outputs(self, batch: Batch) -> list[Tensor]:
+        """`eager_outputs` without values, for a graph that is traced."""
+
+    @abc.abstractmethod
+    def result_of(self, outputs: list[Tensor]) -> Any:
+        """The result of which these are the tensors."""
+
     def forward(self, features: KeyedJaggedTensor | Exception) -> Any:
         """The lazy result of this rank's batch, looked up together with the other ranks.
 
@@ -358,6 +386,8 @@ class ShardedCollection(WritableTables):
         """
         if isinstance(features, Proxy):
             return record_forward(ShardedCollection.forward, self, features)
+        if in_graph():
+            return self.result_of(step_in_graph(self, features))
         step = self.take(features) if self.routed_ahead else None
         step = step or self.start(features)  # its ids are lined up, and all ranks are told their sizes
         self.send_ids(step)  # the sizes of all ranks are here, and ids leave

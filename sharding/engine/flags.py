@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import reduce
 from operator import or_
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,17 +79,3 @@ def fault_error(exchange: Exchange, fault: int, routes: Routes, codec: Codec | N
             " or a smaller loss scale"
         )
     )
-
-
-def raise_after_backward(error: Exception) -> None:
-    """Raise out of the backward that runs now, once all else of it is done.
-
-    DistributedDataParallel must finish its averages, which it does at the end of a backward, or it refuses the next.
-    """
-    engine: Any = torch.autograd.Variable._execution_engine
-
-    def fail() -> None:
-        raise error
-
-    # a callback that is added by a callback comes after those of others
-    engine.queue_callback(lambda: engine.queue_callback(fail))

@@ -101,6 +101,10 @@ class ShardedEmbeddingBag(ShardedEmbeddingBagCollection):
             return record_forward(ShardedEmbeddingBag.forward, self, input, offsets, per_sample_weights)  # type: ignore[no-any-return]
         return super().forward(self._features(input, offsets, per_sample_weights))  # type: ignore[return-value]
 
+    def result_of(self, outputs: list[Tensor]) -> Tensor:
+        """The sums."""
+        return outputs[0]
+
     @staticmethod
     def extend_shard_name(shard_name: str) -> str:
         """ "weight", of which there is one."""

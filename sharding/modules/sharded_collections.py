@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from shardwise.embeddings.tables.variable_batch import expand_bags, expand_poole
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from ..comms.awaitable import LazyAwaitable, W
+from ..compiled.step import Batch
 from ..engine.collection import ShardedCollection
 from ..engine.dedup import CutGradient, expand_rows
 from ..engine.settings import cast_sums
@@ -111,6 +113,20 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             values = values.to(self._output_dtype)
         return self._output.with_values(values)
 
+    def eager_outputs(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        """[values]; see `ShardedCollection`."""
+        return [self.finish(self.begin(features)).values()]
+
+    def fake_outputs(self, batch: Batch) -> list[Tensor]:
+        """[values [B, sum of dims]]."""
+        size = batch.batch_sizes()[0] if batch.inverse is None else batch.inverse.shape[1]
+        dtype = reduce(torch.promote_types, self._output_dtypes, self._output_dtypes[0])
+        return [torch.empty(size, sum(self._routes.dims), dtype=dtype, device=self.device)]
+
+    def result_of(self, outputs: list[Tensor]) -> Any:
+        """A `KeyedTensor` of the values."""
+        return self._output.with_values(outputs[0])
+
 
 class ShardedFusedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     """A `FusedEmbeddingBagCollection` over several ranks: its tables train with the optimizer that it brought."""
@@ -168,6 +184,36 @@ class ShardedEmbeddingCollection(ShardedCollection):
             lengths = given.lengths()[begin[key] : begin[key] + strides[key]]
             output[name] = JaggedTensor(of_feature, weights=ids, lengths=lengths)
         return output
+
+    def eager_outputs(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        """Rows of each lookup, then lengths of each, then, if asked for, ids of each; see `ShardedCollection`."""
+        found = list(self.finish(self.begin(features)).values())
+        ids = [jt.weights() for jt in found] if self._need_indices else []
+        return [jt.values() for jt in found] + [part.clone() for part in [*(jt.lengths() for jt in found), *ids]]
+
+    def fake_outputs(self, batch: Batch) -> list[Tensor]:
+        """Rows [N_l, D_l] of each lookup, lengths [B], ids [N_l]; how many ids there are nobody knows yet."""
+        features, dims = self._routes.features, self._routes.dims
+        context = torch.library.get_ctx()
+        counts = [context.new_dynamic_size() for _ in features]
+        kinds = zip(counts, dims, self._output_dtypes, strict=True)
+        rows = [torch.empty(n, dim, dtype=dtype, device=self.device) for n, dim, dtype in kinds]
+        if batch.inverse is None:
+            of_key = dict(zip(batch.keys, batch.batch_sizes(), strict=True))
+            sizes = [of_key[feature] for feature in features]
+        else:
+            sizes = [batch.inverse.shape[1]] * len(features)
+        like = batch.offsets if batch.lengths is None else batch.lengths
+        assert like is not None
+        ids = [batch.values.new_empty(n) for n in counts] if self._need_indices else []
+        return [*rows, *(like.new_empty(size) for size in sizes), *ids]
+
+    def result_of(self, outputs: list[Tensor]) -> dict[str, JaggedTensor]:
+        """The rows of each name."""
+        n = len(self._names)
+        ids: list[Tensor | None] = [*outputs[2 * n :]] or [None] * n
+        parts = zip(self._names, outputs[:n], outputs[n : 2 * n], ids, strict=True)
+        return {name: JaggedTensor(rows, weights=own, lengths=lengths) for name, rows, lengths, own in parts}
 
     def _rows_of_ids(self, step: Step, lookup: int, rows: Tensor) -> Tensor:
         """The row of each id of a lookup, from those of the ids that travelled."""

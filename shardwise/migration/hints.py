@@ -53,6 +53,9 @@ HINTS: Mapping[str, str] = {
     "torchrec.distributed.sharded_relay_utils": (
         "the relay is an all-reduce of RCCLX, which public builds lack: DMPCollection.sync averages by torch's own"
     ),
+    "torchrec.pt2.checks.pt2_guard_size_oblivious": (
+        "TorchRec 1.8 has pt2_guard_or_false and pt2_guard_or_true in its place, as torch itself"
+    ),
 }
 
 _CODECS = "shardwise.QCommsConfig, which compresses what ranks exchange"

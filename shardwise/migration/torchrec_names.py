@@ -417,7 +417,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "ArgInfoStepFactory DictArgInfoStep GetAttrArgInfoStep GetItemArgInfoStep ListArgInfoStep "
             "NoopArgInfoStep PostprocArgInfoStep ScalarArgInfoStep NodeArgsHelper"
         ),
-        "shardwise.sharding.dmp.tracing": "Tracer",
+        "shardwise.sharding.pipeline.tracing": "Tracer",
     },
     "torchrec.distributed.train_pipeline.train_pipelines": {
         "shardwise.sharding.pipeline": (
@@ -505,7 +505,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "torchrec.fx.tracer": "Tracer symbolic_trace",
     },
     "torchrec.fx.tracer": {
-        "shardwise.sharding.dmp.tracing": "Tracer symbolic_trace",
+        "shardwise.sharding.dmp.tracing": "Tracer is_fx_tracing symbolic_trace",
+    },
+    "torchrec.fx.utils": {
+        "shardwise.sharding.dmp.fx_parts": ("assert_fx_safe dmp_fx_trace_forward fake_range fx_marker is_marker_node"),
     },
     "torchrec.inference.model_packager": {
         "shardwise.inference.packages": (
@@ -673,6 +676,18 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.optim.warmup": {
         "shardwise.embeddings": "WarmupOptimizer WarmupPolicy WarmupStage",
+    },
+    "torchrec.pt2.checks": {
+        "shardwise.jagged.compiled.checks": (
+            "get_use_torchdynamo_compiling_path is_compiler_compiling is_non_strict_exporting is_pt2_compiling "
+            "is_torchdynamo_compiling pt2_check_size_nonzero pt2_checks_all_is_size pt2_checks_tensor_slice "
+            "pt2_guard_or_false pt2_guard_or_true set_use_torchdynamo_compiling_path"
+        ),
+    },
+    "torchrec.pt2.utils": {
+        "shardwise.jagged.compiled.batches": "default_pipeline_input_transformer kjt_for_pt2_tracing",
+        "shardwise.jagged.compiled.fake_classes": "deregister_fake_classes register_fake_classes",
+        "shardwise.jagged.compiled.methods": "pt2_compile_callable",
     },
     "torchrec.quant": {
         "torchrec.quant.embedding_modules": "EmbeddingBagCollection",

@@ -332,7 +332,7 @@ def test_the_committed_list_is_the_reference() -> None:
 
 CALLS = lines_of("torchrec_arguments.txt")
 # last arguments that we do not take: given, they raise
-WITHOUT = {"maximize", "extend_leaf_fqn"}
+WITHOUT = {"maximize"}
 # what only sharders construct; theirs are of another engine
 INTERNAL = {
     *("ShardedEmbeddingTower", "ShardedEmbeddingTowerCollection", "ShardedEmbeddingBag", "FusedOptimizer"),
