@@ -28,7 +28,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.comm": {
         "shardwise.sharding.comms.env": (
-            "get_group_rank get_local_rank get_local_size get_num_groups intra_and_cross_node_pg "
+            "get_group_rank get_local_rank get_local_size get_node_group_size get_num_groups "
+            "get_topology_domain_multiple get_topology_group_world_size intra_and_cross_node_pg "
             "intra_and_cross_node_pg_2D"
         ),
     },
@@ -236,6 +237,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.shard": {
         "shardwise.sharding.dmp.composable": "shard shard_modules _shard_modules",
+    },
+    "torchrec.distributed.shards_wrapper": {
+        "shardwise.sharding.engine.local_shards": "LocalShardsWrapper",
     },
     "torchrec.distributed.sharding.dynamic_sharding": {
         "shardwise.sharding.torchrec.plan_delta": "output_sharding_plan_delta_single output_sharding_plans_delta",
