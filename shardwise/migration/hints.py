@@ -16,6 +16,11 @@ _FBGEMM_KERNELS = (
     "ops are torch.ops.fbgemm.* after import shardwise.fbgemm, and tables are modules: shardwise.fbgemm.tables"
 )
 
+_ONE_STEP = (
+    "one step of the engine serves all sharding types: a plan says where tables go, and a ShardedModule of your own may"
+    " be made of KJTAllToAll, GroupedPooledEmbeddingsLookup and PooledEmbeddingsAllToAll"
+)
+
 # a module or a name of TorchRec, and all below it -> why it is not here, and what to use
 HINTS: Mapping[str, str] = {
     "fbgemm_gpu": _FBGEMM_KERNELS,
@@ -23,7 +28,13 @@ HINTS: Mapping[str, str] = {
     "torchrec.datasets.movielens": "shardwise.data.MovieLens reads its files",
     "torchrec.distributed.batched_embedding_kernel": _HOST_TIERS,
     "torchrec.distributed.embedding_dim_bucketer": _HOST_TIERS,
-    "torchrec.distributed.embedding_sharding.group_tables": "tables are grouped by storage inside the engine",
+    "torchrec.distributed.embedding_sharding.FusedKJTListSplitsAwaitable": _ONE_STEP,
+    "torchrec.distributed.embedding.create_embedding_sharding": _ONE_STEP,
+    "torchrec.distributed.embeddingbag.create_embedding_bag_sharding": _ONE_STEP,
+    "torchrec.distributed.embedding_lookup": (
+        "GroupedPooledEmbeddingsLookup and GroupedEmbeddingsLookup train; shardwise.quant serves quantized tables"
+    ),
+    "torchrec.distributed.sharding": _ONE_STEP,
     "torchrec.distributed.model_tracker": "changed ids are not tracked",
     "torchrec.distributed.planner.estimator": "estimators are classes: torchrec.distributed.planner.shard_estimators",
     "torchrec.distributed.test_utils": "tests/support/ranks.py of shardwise's repository spawns ranks for tests",

@@ -56,13 +56,24 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "torchrec.distributed.embedding": {
+        "torchrec.distributed.embedding_sharding": "EmbeddingSharding EmbeddingShardingInfo KJTListSplitsAwaitable",
+        "shardwise.sharding.torchrec.embedding_sharding": "create_sharding_infos_by_sharding",
         "shardwise.sharding.modules.sharders": "EmbeddingCollectionSharder",
         "shardwise.sharding.modules.sharded_collections": "EmbeddingCollectionAwaitable ShardedEmbeddingCollection",
     },
     "torchrec.distributed.embedding_lookup": {
-        "torchrec.distributed.embedding_types": "EmbeddingComputeKernel",
+        "torchrec.distributed.embedding_types": "BaseEmbeddingLookup EmbeddingComputeKernel GroupedEmbeddingConfig",
+        "shardwise.sharding.torchrec.grouped_lookup": (
+            "CommOpGradientScaling GroupedEmbeddingsLookup GroupedPooledEmbeddingsLookup"
+        ),
     },
     "torchrec.distributed.embedding_sharding": {
+        "torchrec.distributed.embedding_types": "GroupedEmbeddingConfig KJTList ListOfKJTList ShardedEmbeddingTable",
+        "shardwise.sharding.torchrec.embedding_sharding": (
+            "BaseEmbeddingDist BaseSparseFeaturesDist EmbeddingSharding EmbeddingShardingContext "
+            "EmbeddingShardingInfo KJTListAwaitable KJTListSplitsAwaitable ListOfKJTListAwaitable "
+            "ListOfKJTListSplitsAwaitable group_tables"
+        ),
         "shardwise.sharding.torchrec.bucketize": "bucketize_kjt_before_all2all",
     },
     "torchrec.distributed.embedding_tower_sharding": {
@@ -72,12 +83,20 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "torchrec.distributed.embedding_types": {
+        "shardwise.sharding.torchrec.embedding_types": (
+            "BaseEmbeddingLookup BaseGroupedFeatureProcessor DTensorMetadata EmbeddingAttributes "
+            "FeatureShardingMixIn GroupedEmbeddingConfig InputDistOutputs KJTList ListOfKJTList ModuleShardingMixIn "
+            "ShardedConfig ShardedEmbeddingModule ShardedEmbeddingTable ShardedMetaConfig "
+            "compute_kernel_to_embedding_location"
+        ),
         "shardwise.sharding.plan.plan": "EmbeddingComputeKernel",
         "shardwise.sharding.modules.sharders": "BaseEmbeddingSharder",
         "torchrec.modules.embedding_configs": "EmbeddingTableConfig",
         "shardwise.sharding.quant": "BaseQuantEmbeddingSharder",
     },
     "torchrec.distributed.embeddingbag": {
+        "torchrec.distributed.embedding_sharding": "EmbeddingSharding EmbeddingShardingInfo KJTListSplitsAwaitable",
+        "shardwise.sharding.torchrec.mean_pooling": "_apply_mean_pooling _create_mean_pooling_divisor",
         "shardwise.sharding.modules.sharders": "EmbeddingBagCollectionSharder",
         "shardwise.sharding.modules.embedding_bag": "EmbeddingBagSharder ShardedEmbeddingBag",
         "shardwise.sharding.modules.sharded_collections": (
@@ -334,7 +353,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.utils": {
         "shardwise.sharding.dmp.unwrap": "CopyableMixin copy_to_device get_unsharded_module_names sharded_model_copy",
         "shardwise.sharding.torchrec.fused_params": (
-            "add_params_from_parameter_sharding convert_to_fbgemm_types merge_fused_params"
+            "add_params_from_parameter_sharding convert_to_fbgemm_types emb_opt_type_to_optimizer_class "
+            "merge_fused_params optimizer_type_to_emb_opt_type"
         ),
         "shardwise.sharding.torchrec.bucketize": "get_bucket_metadata_from_shard_metadata",
         "shardwise.embeddings.tables.table_layout": "weights_bytes_in_emb_kernel",
