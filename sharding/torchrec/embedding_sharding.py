@@ -119,6 +119,53 @@ def create_sharding_infos_by_sharding(
     return infos
 
 
+def infos_of_bags(
+    module: nn.Module,
+    table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+    prefix: str,
+    fused_params: Mapping[str, Any] | None,
+    suffix: str | None = "weight",
+) -> dict[tuple[str, str | tuple[str, ...]], list[EmbeddingShardingInfo]]:
+    """`create_sharding_infos_by_sharding` by sharding type and type of device: one, or that of each shard.
+
+    Args:
+        prefix, suffix: a table is the parameter or buffer `<prefix><table>.<suffix>` of the module.
+
+    Raises:
+        KeyError: the plan lacks a table, or the module has no such parameter.
+    """
+    named = {*dict(module.named_parameters()), *dict(module.named_buffers())}
+    by_type = create_sharding_infos_by_sharding(module, table_name_to_parameter_sharding, fused_params)
+    grouped: dict[tuple[str, str | tuple[str, ...]], list[EmbeddingShardingInfo]] = {}
+    for name in (config.name for config in cast(Any, module)._configs):
+        path = f"{prefix}{name}.{suffix}" if suffix is not None else f"{prefix}{name}"
+        if path not in named:
+            raise KeyError(f"table {name!r}: the module has no {path!r}")
+        kind = table_name_to_parameter_sharding[name].sharding_type
+        info = next(info for info in by_type[kind] if info.embedding_config.name == name)
+        grouped.setdefault((kind, _devices_of(info)), []).append(info)
+    return grouped
+
+
+def infos_of_rows(
+    module: nn.Module,
+    table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+    fused_params: Mapping[str, Any] | None,
+) -> dict[tuple[str, str | tuple[str, ...]], list[EmbeddingShardingInfo]]:
+    """`infos_of_bags` of an `EmbeddingCollection`."""
+    return infos_of_bags(module, table_name_to_parameter_sharding, "embeddings.", fused_params)
+
+
+def _devices_of(info: EmbeddingShardingInfo) -> str | tuple[str, ...]:
+    spec = info.param_sharding.sharding_spec
+    if spec is None:
+        # of a replicated table no plan says it
+        return info.param.device.type
+    placements: list[Any] = [shard.placement for shard in spec.shards]
+    kinds = tuple(placement.device().type for placement in placements)
+    return kinds[0] if len(set(kinds)) == 1 else kinds
+
+
 def _own_settings(param: Tensor) -> dict[str, Any]:
     """The optimizer in a table's backward, as fused parameters."""
     mark = optimizer_of(param)

@@ -57,7 +57,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.embedding": {
         "torchrec.distributed.embedding_sharding": "EmbeddingSharding EmbeddingShardingInfo KJTListSplitsAwaitable",
-        "shardwise.sharding.torchrec.embedding_sharding": "create_sharding_infos_by_sharding",
+        "shardwise.sharding.torchrec.embedding_sharding": (
+            "create_sharding_infos_by_sharding_device_group=infos_of_rows"
+        ),
         "shardwise.sharding.modules.sharders": "EmbeddingCollectionSharder",
         "shardwise.sharding.modules.sharded_collections": "EmbeddingCollectionAwaitable ShardedEmbeddingCollection",
     },
@@ -96,6 +98,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.embeddingbag": {
         "torchrec.distributed.embedding_sharding": "EmbeddingSharding EmbeddingShardingInfo KJTListSplitsAwaitable",
+        "shardwise.sharding.torchrec.embedding_sharding": (
+            "create_sharding_infos_by_sharding_device_group=infos_of_bags"
+        ),
         "shardwise.sharding.torchrec.mean_pooling": "_apply_mean_pooling _create_mean_pooling_divisor",
         "shardwise.sharding.modules.sharders": "EmbeddingBagCollectionSharder",
         "shardwise.sharding.modules.embedding_bag": "EmbeddingBagSharder ShardedEmbeddingBag",

@@ -36,11 +36,17 @@ EXPORTED = {
     "torchrec.fx", "torchrec.optim", "torchrec.quant",
     # and by modules that import them
     "torchrec.distributed.sharding_plan", "torchrec.distributed.train_pipeline.utils",
+    "torchrec.distributed.embedding", "torchrec.distributed.embedding_lookup", "torchrec.distributed.embedding_sharding",
+    "torchrec.distributed.embeddingbag",
 }  # fmt: skip
 # imported there under another name
 RENAMED = {"torchrec.distributed.quant_embeddingbag.QuantFeatureProcessedEmbeddingBagCollection"}
-# private there, and called by TorchRec's own notebook
-PRIVATE = {"torchrec.distributed.shard._shard_modules"}
+# private there, and imported by programs
+PRIVATE = {
+    "torchrec.distributed.shard._shard_modules",
+    "torchrec.distributed.embeddingbag._apply_mean_pooling",
+    "torchrec.distributed.embeddingbag._create_mean_pooling_divisor",
+}
 
 
 @pytest.mark.parametrize(("path", "name"), ENTRIES, ids=[f"{path}.{name}" for path, name in ENTRIES])

@@ -148,7 +148,7 @@ def sharded_over(
 EVEN = {
     "a": row_wise("a", 6, 8, [0, 1, 2, 3]),
     "b": column_wise("b", 6, 8, [0, 1, 2, 3]),
-    # not the cut of a DTensor: test_local_shards.py
+    # not the cut of a DTensor: torchrec_names/test_local_shards.py
     "c": row_wise("c", 6, 8, [3, 2, 1, 0]),
 }
 

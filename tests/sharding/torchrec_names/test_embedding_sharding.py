@@ -57,6 +57,8 @@ from shardwise.sharding.torchrec.embedding_sharding import (
     KJTListSplitsAwaitable,
     create_sharding_infos_by_sharding,
     group_tables,
+    infos_of_bags,
+    infos_of_rows,
     sharded_tables,
 )
 from shardwise.sharding.torchrec.embedding_types import (
@@ -319,6 +321,18 @@ def test_names_of_optimizers_and_places_of_kernels_are_fbgemms() -> None:
         compute_kernel_to_embedding_location(Kernel.CUSTOMIZED_KERNEL)
 
 
+def test_rows_have_infos_too_and_what_is_not_there_is_named() -> None:
+    rows = EmbeddingCollection([EmbeddingConfig(6, 4, name, feature_names=["f"]) for name in "ab"])
+    plan = {name: ParameterSharding("data_parallel", "dense", [0]) for name in "ab"}
+    ((key, (a, b)),) = infos_of_rows(rows, plan, None).items()
+    assert key == ("data_parallel", "cpu") and a.param is rows.embeddings["a"].weight
+    assert b.embedding_config.embedding_names == ["f@b"] and b.embedding_config.pooling is PoolingType.NONE
+    with pytest.raises(KeyError, match="b not in table_name_to_parameter_sharding"):
+        create_sharding_infos_by_sharding(rows, {"a": plan["a"]})
+    with pytest.raises(KeyError, match="table 'a': the module has no 'bags.a.weight'"):
+        infos_of_bags(rows, plan, "bags.", None)
+
+
 def test_lists_of_batches_are_lists() -> None:
     batches = [batch_of(["a"], [1, n]) for n in range(3)]
     listed = KJTList(list(batches))
@@ -560,6 +574,10 @@ def shards_told() -> list[Any]:
         for shard in state[name].local_shards()
     ]  # fmt: skip
     settings = [info.fused_params for info in whole["row_wise"]]
+    by_device = infos_of_bags(bags, plan, "embedding_bags.", None)
+    assert [(*key, [info.embedding_config.name for info in of_key]) for key, of_key in by_device.items()] == [
+        ("row_wise", "cpu", ["ta"]), ("column_wise", "cpu", ["tb"]), ("data_parallel", "cpu", ["tc"]),
+    ]  # fmt: skip
     own = [tuple(info.param.shape) for info in infos["row_wise"]]
     return [*told, sorted([*held, ("tc", *state["tc"].shape, "dense")]), settings, list(whole), own]
 
