@@ -19,6 +19,7 @@ from shardwise.embeddings import (
     EmbeddingCollection,
     EmbeddingConfig,
     FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
     pick_features,
 )
 from shardwise.embeddings.tables.table_layout import weights_bytes_in_emb_kernel
@@ -194,3 +195,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
             )
             for n, name in enumerate(self._names)
         }
+
+
+class ShardedFusedEmbeddingCollection(ShardedEmbeddingCollection):
+    """A `FusedEmbeddingCollection` over several ranks: its tables train with the optimizer that it brought."""
+
+    _unsharded_type = FusedEmbeddingCollection

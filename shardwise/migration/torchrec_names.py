@@ -118,6 +118,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.fused_embedding": {
         "shardwise.sharding.modules.sharders": "FusedEmbeddingCollectionSharder",
+        "shardwise.sharding.modules.sharded_collections": "ShardedFusedEmbeddingCollection",
     },
     "torchrec.distributed.fused_embeddingbag": {
         "shardwise.sharding.modules.sharders": "FusedEmbeddingBagCollectionSharder",

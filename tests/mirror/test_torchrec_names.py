@@ -36,8 +36,8 @@ EXPORTED = {
     "torchrec.fx", "torchrec.optim", "torchrec.quant",
     # and by modules that import them
     "torchrec.distributed.sharding_plan", "torchrec.distributed.train_pipeline.utils",
-    "torchrec.distributed.embedding", "torchrec.distributed.embedding_lookup", "torchrec.distributed.embedding_sharding",
-    "torchrec.distributed.embeddingbag",
+    "torchrec.distributed.embedding", "torchrec.distributed.embedding_lookup",
+    "torchrec.distributed.embedding_sharding", "torchrec.distributed.embeddingbag",
 }  # fmt: skip
 # imported there under another name
 RENAMED = {"torchrec.distributed.quant_embeddingbag.QuantFeatureProcessedEmbeddingBagCollection"}
