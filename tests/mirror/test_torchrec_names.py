@@ -235,6 +235,7 @@ def test_a_name_we_lack_is_said_by_name(statement: str, missing: str) -> None:
         ("torchrec.modules.EmbeddingBagCollection", "torchrec.modules.embedding_modules.EmbeddingBagCollection"),
         ("torchrec.distributed.embeding", "nearest: torchrec.distributed.embedding"),
         ("torchrec.metrics.auc.AUCMetric", "torchmetrics has most of them"),
+        ("torchrec.distributed.sharding.rw_sharding.RwPooledEmbeddingSharding", "one step of the engine serves all"),
         ("torchrec.distributed.batched_embedding_kernel", "host memory, caches and SSD are not served"),
         ("fbgemm_gpu.split_table_batched_embeddings_ops_training.UVMCacheStatsIndex", "are modules"),
     ],
