@@ -157,7 +157,7 @@ class DistributedModelParallel(nn.Module):
 
         A `ShardedModule` of yours that holds none of our collections brings its own, by an attribute `fused_optimizer`.
         """
-        found = {path: sharded.fused_optimizer for path, sharded in self._sharded.items()}
+        found: dict[str, KeyedOptimizer] = {path: sharded.fused_optimizer for path, sharded in self._sharded.items()}
         for path, module in self.module.named_modules():
             if not isinstance(module, ShardedModule) or any(f"{of}.".startswith(f"{path}.") for of in self._sharded):
                 continue

@@ -7,10 +7,11 @@ its own, and takes the operations below, which act on each piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -19,7 +20,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 aten = torch.ops.aten
 
@@ -67,7 +67,7 @@ class LocalShardsWrapper(Tensor):
             chunks = [ChunkStorageMetadata(at, shard.shape) for at, shard in zip(offsets, shards, strict=True)]
             dtype, device = shards[0].dtype, shards[0].device
             properties = TensorProperties.create_from_tensor(shards[0])
-        made: LocalShardsWrapper = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        made: LocalShardsWrapper = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         made._local_shards = shards
         made._storage_meta = TensorStorageMetadata(properties, size, chunks)
         return made
@@ -178,7 +178,7 @@ class LocalShardsWrapper(Tensor):
     def __hash__(self) -> int:
         return id(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LocalShardsWrapper:{self._local_shards} {self._storage_meta}"
 
     __str__ = __repr__
@@ -265,7 +265,7 @@ def _gathered(func: Any, wrapper: LocalShardsWrapper, group_size: int, group_nam
     Raises:
         NotImplementedError: the pieces lie elsewhere in the whole, which the ranks' pieces one below the other are not.
     """
-    rank = dist.get_rank(_resolve_process_group(group_name))
+    rank = dist.get_rank(c10d._resolve_process_group(cast(Any, group_name)))  # type: ignore[attr-defined]
     shards, rows = wrapper.local_shards(), sum(shard.shape[0] for shard in wrapper.local_shards())
     place = rank * rows
     for shard, offset in zip(shards, wrapper.local_offsets(), strict=False):

@@ -123,7 +123,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
     """An `EmbeddingCollection` over several ranks: same inputs, same dict of `JaggedTensor`, same parameter names."""
 
     _awaitable = EmbeddingCollectionAwaitable
-    _unsharded_type = EmbeddingCollection
+    _unsharded_type: type[nn.Module] = EmbeddingCollection
 
     if TYPE_CHECKING:
 

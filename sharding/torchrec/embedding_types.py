@@ -134,7 +134,7 @@ class EmbeddingAttributes:
 
 
 @dataclass
-class ShardedEmbeddingTable(ShardedMetaConfig, EmbeddingAttributes, EmbeddingTableConfig):  # type: ignore[misc]
+class ShardedEmbeddingTable(ShardedMetaConfig, EmbeddingAttributes, EmbeddingTableConfig):
     """One shard of a table: the whole table's config, what of it a rank has, and its fused parameters.
 
     Fields are given by name: those of `EmbeddingTableConfig`, which checks them, `local_rows`, `local_cols`,
@@ -274,9 +274,7 @@ class ShardedEmbeddingModule(ShardedModule[CompIn, DistOut, Out, ShrdCtx], Modul
         """Any module, unless a subclass says which."""
         return nn.Module
 
-    def prefetch(  # type: ignore[override]
-        self, dist_input: Any, forward_stream: torch.Stream | None = None, ctx: Any = None
-    ) -> None:
+    def prefetch(self, dist_input: Any, forward_stream: torch.Stream | None = None, ctx: Any = None) -> None:
         """Have each lookup bring what its batch needs closer."""
         for features, lookup in zip(dist_input, self._lookups, strict=True):
             inner: Any = _unwrapped(lookup)
@@ -297,8 +295,8 @@ class ShardedEmbeddingModule(ShardedModule[CompIn, DistOut, Out, ShrdCtx], Modul
         return "\n ".join(line for name, modules in parts for line in (f"({name}): ", *map(repr, modules)) if modules)
 
 
-ShardedEmbeddingModule.register(StagedModule)
-ShardedEmbeddingModule.register(ShardedQuantizedCollection)
+ShardedEmbeddingModule.register(StagedModule)  # type: ignore[type-abstract]
+ShardedEmbeddingModule.register(ShardedQuantizedCollection)  # type: ignore[type-abstract]
 
 
 def _unwrapped(lookup: nn.Module) -> nn.Module:

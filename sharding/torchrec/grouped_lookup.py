@@ -237,7 +237,7 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):
         return destination
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Fill the shards by the values of their names; returns what is missing and what is not known.
 
         Raises:
