@@ -122,7 +122,7 @@ class LocalShardsWrapper(Tensor):
         """Whether the pieces are in pinned memory."""
         return bool(self._storage_meta.properties.pin_memory)
 
-    def requires_grad_(self, requires_grad: bool = True) -> LocalShardsWrapper:
+    def requires_grad_(self, requires_grad: bool = True) -> LocalShardsWrapper:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Have the pieces want a gradient, or none."""
         self._storage_meta.properties.requires_grad = requires_grad
         for shard in self._local_shards:

@@ -350,6 +350,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.sharding.dmp.dmp_collection": "DMPCollectionConfig",
         "torch.distributed._shard.sharded_tensor": "ShardedTensor",
         "torch.distributed._shard.metadata": "ShardMetadata",
+        "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata",
         "torch.distributed._shard.sharding_spec": "EnumerableShardingSpec",
         "shardwise.embeddings.optim.fbgemm_types": "CacheAlgorithm MultiPassPrefetchConfig",
         "shardwise.sharding.torchrec.fused_params": "KeyValueParams",

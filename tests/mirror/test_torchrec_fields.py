@@ -20,6 +20,7 @@ import torch
 from checkout import file_of_tests
 from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.remote_device import _remote_device
 
@@ -435,7 +436,7 @@ RECORDS: tuple[type, ...] = (
     arguments.PostprocArgInfoStep, arguments.ScalarArgInfoStep, QuantizedCommCodecs, ShardingBucketMetadata,
     embedding_types.DTensorMetadata, embedding_types.EmbeddingAttributes, embedding_types.GroupedEmbeddingConfig,
     embedding_types.InputDistOutputs, embedding_types.ShardedConfig, embedding_types.ShardedMetaConfig,
-    embedding_sharding.EmbeddingShardingContext, embedding_sharding.EmbeddingShardingInfo,
+    embedding_sharding.EmbeddingShardingContext, embedding_sharding.EmbeddingShardingInfo, ShardedTensorMetadata,
 )  # fmt: skip
 
 
