@@ -37,13 +37,12 @@ from ..comms.exchange import Exchange
 from ..comms.failures import agreed
 from ..comms.host_exchange import HostExchange
 from ..comms.qcomms import codecs_of
-from ..plan.plan import ParameterSharding
 from .dedup import dedup_ids
 from .flags import fault_error, fault_of, flag_of, raise_after_backward
 from .fused_optimizer import ShardedFusedOptimizer
 from .id_map import IdMap, id_ranges
 from .late_weights import finish_weights
-from .reshard import reshard, reshard_by_plan
+from .reshard import reshard
 from .route import Sending, divide_ahead, raise_with_sizes, route
 from .routes import Routes, Table, plan_routes
 from .settings import output_dtypes
@@ -276,25 +275,6 @@ class ShardedCollection(StagedModule[Step]):
     ) -> None:
         """Go over to another plan, with weights and optimizer states. Arguments and errors as `reshard.reshard`."""
         reshard(self, shards, options, resplit=resplit)
-
-    def update_shards(
-        self,
-        changed_sharding_params: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | str | None = None,
-    ) -> None:
-        """As `reshard`, by TorchRec's name: a plan of the tables that change; all ranks call it, no batch under way.
-
-        Of a model in `DistributedModelParallel` its `reshard` keeps the plan of the model up to date too.
-
-        Raises:
-            ValueError: as `reshard.reshard`, or `env` and `device` are others than those of the tables.
-        """
-        if env.process_group is not self._env.process_group:
-            raise ValueError("update_shards: env must have the process group over which the tables are sharded")
-        if device is not None and torch.device(device).type != self.device.type:
-            raise ValueError(f"update_shards: tables are on {self.device}, got {device}; move the module by .to()")
-        reshard_by_plan(self, changed_sharding_params)
 
     @property
     def divisor(self) -> int:

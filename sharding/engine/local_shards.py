@@ -209,7 +209,9 @@ def _parts(wrapper: LocalShardsWrapper) -> tuple[list[Tensor], list[torch.Size]]
 
 def _of_each(func: Any, wrapper: LocalShardsWrapper, *args: Any, **kwargs: Any) -> LocalShardsWrapper:
     shards, offsets = _parts(wrapper)
-    asked = kwargs.get("dtype") or wrapper.dtype
+    memory_format, asked = kwargs.get("memory_format"), kwargs.get("dtype") or wrapper.dtype
+    if memory_format not in (None, torch.preserve_format):
+        raise NotImplementedError(f"{memory_format} is not supported for LocalShardsWrapper: call its local_shards()")
     return LocalShardsWrapper([func(shard, *args, **kwargs) for shard in shards], offsets, dtype=asked)
 
 
@@ -217,17 +219,6 @@ def _in_place(func: Any, wrapper: LocalShardsWrapper, *args: Any) -> LocalShards
     for shard in wrapper.local_shards():
         func(shard, *args)
     return wrapper
-
-
-def _empty_like_each(_: Any, wrapper: LocalShardsWrapper, size: Sequence[int], **kwargs: Any) -> LocalShardsWrapper:
-    """`new_empty`: a DTensor asks for the size that its placement gives this rank, which pieces need not have."""
-    return _of_each(aten.empty_like.default, wrapper, **kwargs)
-
-
-def _clone(func: Any, wrapper: LocalShardsWrapper, *, memory_format: Any = None) -> LocalShardsWrapper:
-    if memory_format not in (None, torch.preserve_format):
-        raise NotImplementedError(f"{memory_format} is not supported for LocalShardsWrapper: clone its local_shards()")
-    return _of_each(func, wrapper)
 
 
 def _copy(func: Any, target: LocalShardsWrapper, source: Any, non_blocking: bool = False) -> LocalShardsWrapper:
@@ -251,12 +242,11 @@ def _view(func: Any, wrapper: LocalShardsWrapper, size: Sequence[int]) -> LocalS
 
 def _equal(func: Any, a: Any, b: Any) -> bool:
     """Whether places, shapes and numbers of all pieces are the same, in the same order."""
-    if (
-        not (isinstance(a, LocalShardsWrapper) and isinstance(b, LocalShardsWrapper))
-        or a.local_chunks != b.local_chunks
-    ):
+    if not isinstance(a, LocalShardsWrapper) or not isinstance(b, LocalShardsWrapper):
         return False
-    return a.dtype == b.dtype and all(map(func, a.local_shards(), b.local_shards()))
+    if a.local_chunks != b.local_chunks or a.dtype != b.dtype:
+        return False
+    return all(map(func, a.local_shards(), b.local_shards()))
 
 
 def _gathered(func: Any, wrapper: LocalShardsWrapper, group_size: int, group_name: str) -> Any:
@@ -281,13 +271,14 @@ def _gathered(func: Any, wrapper: LocalShardsWrapper, group_size: int, group_nam
 _OPS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _of_each,
     aten.alias.default: _of_each,
-    aten.clone.default: _clone,
+    aten.clone.default: _of_each,
     aten.copy_.default: _copy,
     aten.detach.default: _of_each,
     aten.empty_like.default: _of_each,
     aten.equal.default: _equal,
     aten.fill_.Scalar: _in_place,
-    aten.new_empty.default: _empty_like_each,
+    # a DTensor asks for the size that its placement gives this rank, which pieces need not have
+    aten.new_empty.default: lambda _, wrapper, size, **kwargs: _of_each(aten.empty_like.default, wrapper, **kwargs),
     aten.view.default: _view,
     aten.zero_.default: _in_place,
     aten.zeros_like.default: _of_each,

@@ -187,19 +187,14 @@ def _dtensor(value: Value, env: ShardingEnv) -> Tensor:
 
         boxes = [[low for low, _ in piece.box] for piece, _ in value.local]
         local: Tensor = LocalShardsWrapper([tensor for _, tensor in value.local], boxes, dtype=value.dtype)
-        dim = _cut_dim(value)
-        placement = Replicate() if dim is None else Along(dim)
+        # the last dimension that is cut; a value that one rank holds is replicated in TorchRec's words
+        cut = [d for piece in value.pieces for d, span in enumerate(piece.box) if span != (0, value.size[d])]
+        placement = Along(max(cut)) if cut else Replicate()
     else:
         empty = [0 if d == dim else n for d, n in enumerate(value.size)]
         local = value.local[0][1] if value.local else torch.empty(empty, dtype=value.dtype, device=value.device)
         placement = Along(dim)
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
-
-
-def _cut_dim(value: Value) -> int | None:
-    """The last dimension that is cut; None of a value that one rank holds, which is replicated in TorchRec's words."""
-    cut = (d for piece in value.pieces for d, span in enumerate(piece.box) if span != (0, value.size[d]))
-    return max(cut, default=None)
 
 
 def _sharded_tensor(value: Value, env: ShardingEnv) -> Tensor:

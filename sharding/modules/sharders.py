@@ -42,6 +42,7 @@ from ..plan.plan import (
 )
 from .fused_params import settings_from
 from .sharded_collections import (
+    Resharded,
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
     ShardedFusedEmbeddingBagCollection,
@@ -126,8 +127,8 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         env: ShardingEnv,
         device: torch.device | str | None = None,
     ) -> ShardedCollection:
-        """The very module, once its tables went over to another plan. As `ShardedCollection.update_shards`."""
-        sharded_module.update_shards(changed_shard_to_params, env, device)
+        """The very module, once its tables went over to another plan. As `Resharded.update_shards`."""
+        cast(Resharded, sharded_module).update_shards(changed_shard_to_params, env, device)
         return sharded_module
 
     def _cut(

@@ -41,7 +41,13 @@ def test_it_has_the_shape_of_its_pieces_side_by_side_and_says_where_they_lie() -
     rows = LocalShardsWrapper([torch.zeros(3), torch.ones(2)], [(0,), (7,)])
     assert rows.shape == (5,)
     none = LocalShardsWrapper([], [])
-    assert none.is_empty_shard() and none.shape == (0, 0) and none.is_meta and none.local_sizes() == [(0, 0)]
+    assert (
+        none.is_empty_shard()
+        and none._get_tensor_size_bytes() == 0
+        and none.shape == (0, 0)
+        and none.is_meta
+        and none.local_sizes() == [(0, 0)]
+    )
     assert torch.equal(none.clone(), none) and none.__create_chunk_list__() == []
 
 
