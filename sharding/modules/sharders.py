@@ -118,7 +118,9 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
             ValueError: the plan does not fit the module.
         """
         shards, options = self._cut(module, params, env, module_fqn)
-        return self._build(module, shards, env, torch.device(device or "cpu"), options).named_in_model(module_fqn)
+        sharded = self._build(module, shards, env, torch.device(device or "cpu"), options)
+        sharded._module_fqn = module_fqn
+        return sharded
 
     def reshard(
         self,
