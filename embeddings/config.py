@@ -172,11 +172,20 @@ class EmbeddingBagConfig(BaseEmbeddingConfig):
 
 @dataclass
 class EmbeddingTableConfig(EmbeddingBagConfig):
-    """A pooled table and what its module knows of it besides: weighted lookups, a feature processor, output keys."""
+    """A table and what its module knows of it besides: weighted lookups, a feature processor, output keys.
+
+    Its pooling may be NONE, where every id keeps a row of its own; no `EmbeddingBagCollection` takes it then.
+    """
 
     is_weighted: bool = False
     has_feature_processor: bool = False
     embedding_names: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.pooling is PoolingType.NONE:
+            BaseEmbeddingConfig.__post_init__(self)
+        else:
+            super().__post_init__()
 
 
 @dataclass
@@ -200,6 +209,8 @@ def named_tables(configs: list[Any], what: str, kind: type[BaseEmbeddingConfig])
     for config in configs:
         if not isinstance(config, kind):
             raise TypeError(f"{what} takes {kind.__name__}, got {type(config).__name__}")
+        if getattr(config, "pooling", None) is PoolingType.NONE:
+            raise ValueError(f"table {config.name!r}: {what} pools, and its pooling is PoolingType.NONE")
         if not config.name:
             raise ValueError(f"{what}: every table needs a name (rows {config.num_embeddings})")
         if config.name in seen:

@@ -29,6 +29,8 @@ _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZ
 _alone_calls = False
 # whether backwards divide gradients by the number of ranks
 _gradient_division = True
+# ranks of a host inside a sharding group, once its groups were made
+_node_group_size: int | None = None
 
 
 @contextmanager
@@ -107,8 +109,8 @@ class ShardingEnv:
     sharded over these, tables that train need a group.
 
     `local_world_size` consecutive ranks are one host, by default LOCAL_WORLD_SIZE of the environment where that divides
-    the world, else all ranks. With `output_dtensor` state dicts have DTensors of tables that are cut evenly over all
-    ranks, instead of ShardedTensors.
+    the world, else all ranks. With `output_dtensor` state dicts have DTensors instead of ShardedTensors: of tables
+    that are cut evenly over all ranks the local part is a tensor, of others a `LocalShardsWrapper` of a rank's pieces.
     """
 
     def __init__(
@@ -293,7 +295,10 @@ __all__ = [
     "get_group_rank",
     "get_local_rank",
     "get_local_size",
+    "get_node_group_size",
     "get_num_groups",
+    "get_topology_domain_multiple",
+    "get_topology_group_world_size",
     "intra_and_cross_node_pg",
     "intra_and_cross_node_pg_2D",
 ]
@@ -324,10 +329,43 @@ def get_num_groups(world_size: int | None = None) -> int:
     return (dist.get_world_size() if world_size is None else world_size) // get_local_size(world_size)
 
 
+def get_node_group_size(world_size: int | None = None) -> int:
+    """Ranks of a host inside a sharding group, once `intra_and_cross_node_pg_2D` made its groups; else of a host."""
+    return get_local_size(world_size) if _node_group_size is None else _node_group_size
+
+
+def get_topology_domain_multiple() -> int | None:
+    """The fewest hosts of a pod, whose ranks all are on a fast network: TOPOLOGY_DOMAIN_MULTIPLE, None without."""
+    return number_in_environment(("TOPOLOGY_DOMAIN_MULTIPLE",))
+
+
+def get_topology_group_world_size(world_size: int | None = None) -> int:
+    """Ranks of a pod: of the TORCHREC_RESOLVED_POD_SIZE hosts that the scheduler gave it, of one host without.
+
+    `ShardingEnv(..., local_world_size=get_topology_group_world_size())` has the engine treat a pod as a host.
+
+    Raises:
+        ValueError: pods of that size do not divide the world, or TORCHREC_RESOLVED_POD_SIZE is no number above 0.
+    """
+    world = dist.get_world_size() if world_size is None else world_size
+    hosts, host = os.environ.get("TORCHREC_RESOLVED_POD_SIZE"), get_local_size(world)
+    if hosts is None:
+        return host
+    if not hosts.isdecimal() or not int(hosts):
+        raise ValueError(f"TORCHREC_RESOLVED_POD_SIZE must be a number of hosts above 0, got {hosts!r}")
+    if world % (int(hosts) * host):
+        raise ValueError(
+            f"World size {world} is not a multiple of the topology group: {hosts} hosts (TORCHREC_RESOLVED_POD_SIZE) of"
+            f" {host} ranks"
+        )
+    return int(hosts) * host
+
+
 def intra_and_cross_node_pg(device: torch.device | None = None, backend: str | None = None) -> Groups:
     """The group of this rank's host, and that of the ranks with its number on all hosts; made once, by all ranks.
 
-    Of 12 ranks on hosts of 6, rank 7 gets the groups of 6 .. 11 and of 1, 7. On meta there are none.
+    Of 12 ranks on hosts of 6, rank 7 gets the groups of 6 .. 11 and of 1, 7. On meta there are none. A pod counts as
+    one host, see `get_topology_group_world_size`.
     """
     on_meta = device is not None and device.type == "meta"
     return (None, None) if on_meta else _groups_of_hosts(dist.group.WORLD, backend)
@@ -336,7 +374,7 @@ def intra_and_cross_node_pg(device: torch.device | None = None, backend: str | N
 @lru_cache(maxsize=1)
 def _groups_of_hosts(world: dist.ProcessGroup, backend: str | None) -> Groups:
     """Those of the default group, which is made anew now and then."""
-    each, size = get_local_size(), dist.get_world_size(world)
+    each, size = get_topology_group_world_size(), dist.get_world_size(world)
     intra = [list(range(first, first + each)) for first in range(0, size, each)]
     cross = [list(range(number, size, each)) for number in range(each)]
     rank = dist.get_rank(world)
@@ -345,8 +383,11 @@ def _groups_of_hosts(world: dist.ProcessGroup, backend: str | None) -> Groups:
 
 def intra_and_cross_node_pg_2D(env: ShardingEnv2D, device: torch.device | None = None) -> Groups:  # noqa: N802
     """As `intra_and_cross_node_pg`, inside this rank's sharding group, whose hosts are as `env` says."""
-    on_meta = device is not None and device.type == "meta"
-    return (None, None) if on_meta else (env.local_group(), cross_group(env))
+    global _node_group_size
+    if device is not None and device.type == "meta":
+        return None, None
+    _node_group_size = env.local_world_size
+    return env.local_group(), cross_group(env)
 
 
 def cross_group(env: ShardingEnv) -> dist.ProcessGroup | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.fx.proxy import TraceError
 
-from shardwise.embeddings import CombinedOptimizer, optimizer_of
+from shardwise.embeddings import CombinedOptimizer, KeyedOptimizer, optimizer_of
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels._op import in_graph
 
@@ -36,6 +36,7 @@ from ..modules.placement import (
 from ..plan.device_fallback import device_here, quiet_without_cuda
 from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import EmbeddingModuleShardingPlan, ShardingPlan
+from ..plan.sharded_module import ShardedModule
 from ..planning.planners import plan_for
 from .compiled import forward_in_graph
 from .data_parallel import (
@@ -163,8 +164,18 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
-        """The optimizers that tables run in their backward, by full parameter name."""
-        return CombinedOptimizer([(path, sharded.fused_optimizer) for path, sharded in self._sharded.items()])
+        """The optimizers that tables run in their backward, by full parameter name.
+
+        A `ShardedModule` of yours that holds none of our collections brings its own, by an attribute `fused_optimizer`.
+        """
+        found: dict[str, KeyedOptimizer] = {path: sharded.fused_optimizer for path, sharded in self._sharded.items()}
+        for path, module in self.module.named_modules():
+            if not isinstance(module, ShardedModule) or any(f"{of}.".startswith(f"{path}.") for of in self._sharded):
+                continue
+            own = getattr(module, "fused_optimizer", None)
+            if isinstance(own, KeyedOptimizer):
+                found[path] = own
+        return CombinedOptimizer(list(found.items()))
 
     def init_data_parallel(self) -> None:
         """Make dense layers data parallel; nothing happens the second time. All ranks call it together.

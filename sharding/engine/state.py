@@ -1,7 +1,8 @@
 """Weights and optimizer states of sharded tables as users save and load them.
 
-A value is a tensor in pieces over the ranks. Outside it is a `ShardedTensor` or DTensor of live views where it is cut,
-and a plain tensor where every rank holds it. The names do not depend on the plan. Nothing here talks to other ranks.
+A value is a tensor in pieces over the ranks. Outside it is a `ShardedTensor` or DTensor of live views where it is cut
+(the latter of a `LocalShardsWrapper`, unless it is cut evenly), and a plain tensor where every rank holds it. The names
+do not depend on the plan. Nothing here talks to other ranks.
 States per row of a table that is cut by columns are one number a row and column block ("strip"), as in TorchRec: in one
 dimension, strip after strip, of rows x strips numbers.
 """
@@ -159,8 +160,7 @@ def publish(value: Value, env: ShardingEnv) -> Tensor:
         whole = value.local[0][1].new_empty(value.size)
         _fill([(tuple((0, n) for n in value.size), whole)], [(piece.box, tensor) for piece, tensor in value.local])
         return whole
-    dim = _even_dim(value, env.world_size) if env.output_dtensor else None
-    return _sharded_tensor(value, env) if dim is None else _dtensor(value, env, dim)
+    return _dtensor(value, env) if env.output_dtensor else _sharded_tensor(value, env)
 
 
 def copied(value: Value) -> Value:
@@ -179,16 +179,27 @@ def _even_dim(value: Value, world_size: int) -> int | None:
     return None
 
 
-def _dtensor(value: Value, env: ShardingEnv, dim: int) -> Tensor:
+def _dtensor(value: Value, env: ShardingEnv) -> Tensor:
+    """A plain DTensor where it is cut evenly over all ranks, else one of this rank's pieces as they lie."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard as Along
+    from torch.distributed.tensor import DTensor, Replicate, Shard as Along
 
     assert env.process_group is not None
     mesh = DeviceMesh.from_group(env.process_group, value.device.type)
-    empty = [0 if d == dim else n for d, n in enumerate(value.size)]
-    local = value.local[0][1] if value.local else torch.empty(empty, dtype=value.dtype, device=value.device)
-    whole = torch.empty(value.size, device="meta")
-    return DTensor.from_local(local, mesh, [Along(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+    whole, dim, placement = torch.empty(value.size, device="meta"), _even_dim(value, env.world_size), None
+    if dim is None:
+        from .local_shards import LocalShardsWrapper
+
+        boxes = [[low for low, _ in piece.box] for piece, _ in value.local]
+        local: Tensor = LocalShardsWrapper([tensor for _, tensor in value.local], boxes, dtype=value.dtype)
+        # the last dimension that is cut; a value that one rank holds is replicated in TorchRec's words
+        cut = [d for piece in value.pieces for d, span in enumerate(piece.box) if span != (0, value.size[d])]
+        placement = Along(max(cut)) if cut else Replicate()
+    else:
+        empty = [0 if d == dim else n for d, n in enumerate(value.size)]
+        local = value.local[0][1] if value.local else torch.empty(empty, dtype=value.dtype, device=value.device)
+        placement = Along(dim)
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _sharded_tensor(value: Value, env: ShardingEnv) -> Tensor:
@@ -359,7 +370,8 @@ def local_pieces(value: Any) -> list[tuple[Box, Tensor]]:
     if hasattr(here, "local_shards"):
         return [
             (box_of(offset, piece.shape), piece)
-            for offset, piece in zip(here.local_offsets(), here.local_shards(), strict=True)
+            # a rank without pieces has the place of none
+            for offset, piece in zip(here.local_offsets(), here.local_shards(), strict=False)
         ]
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -201,10 +201,11 @@ class EmbeddingBagSharder(CollectionSharder[nn.EmbeddingBag]):
         self._settings.require_device(where)
         shards = shards_of(_WEIGHT, params[_WEIGHT], module.num_embeddings, module.embedding_dim, env.world_size)
         options = {_WEIGHT: self._options_of(_WEIGHT, params[_WEIGHT], module.weight)}
-        return ShardedEmbeddingBag(
+        sharded = ShardedEmbeddingBag(
             module, shards, env, where, default_optimizer=self._default_optimizer, options=options,
             codecs=self.qcomm_codecs_registry,
         )  # fmt: skip
+        return sharded.named_in_model(module_fqn)
 
 
 def _collection_of(module: nn.EmbeddingBag) -> EmbeddingBagCollection:

@@ -438,8 +438,8 @@ class _ManagedCollisionSharder(CollectionSharder[C]):
         maps = self._mc_sharder.shard(module._managed_collision_collection, shards, env, where, module_fqn)
         collection = sharder._build(inner, shards, env, where, options, id_maps=maps.id_maps())
         make: Any = self._sharded_type
-        sharded: ShardedManagedCollisionEmbeddings = make(module, collection, maps)
-        return sharded
+        sharded: ShardedManagedCollisionEmbeddings = make(module, collection.named_in_model(module_fqn), maps)
+        return sharded.named_in_model(module_fqn)
 
 
 class ManagedCollisionEmbeddingBagCollectionSharder(_ManagedCollisionSharder[ManagedCollisionEmbeddingBagCollection]):

@@ -311,7 +311,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder(CollectionSharder[FeaturePro
         if type(inner) is not sharder.module_type:
             sharder = _sharder_of(inner, self)
         collection = sharder.shard(inner, params, env, device, module_fqn)
-        return ShardedFeatureProcessedEmbeddingBagCollection(module, collection)
+        return ShardedFeatureProcessedEmbeddingBagCollection(module, collection).named_in_model(module_fqn)
 
 
 class EmbeddingTowerSharder(CollectionSharder[EmbeddingTower]):
@@ -343,7 +343,8 @@ class EmbeddingTowerSharder(CollectionSharder[EmbeddingTower]):
         """The sharded form of a tower. As `BaseEmbeddingSharder.shard`."""
         require_type(self, module)
         sharder = self.embedding_sharder(module)
-        return ShardedEmbeddingTower(module, sharder.shard(module.embedding, params, env, device, module_fqn))
+        embedding = sharder.shard(module.embedding, params, env, device, module_fqn)
+        return ShardedEmbeddingTower(module, embedding).named_in_model(module_fqn)
 
 
 class EmbeddingTowerCollectionSharder(CollectionSharder[EmbeddingTowerCollection]):
@@ -394,7 +395,7 @@ class EmbeddingTowerCollectionSharder(CollectionSharder[EmbeddingTowerCollection
             assert isinstance(tower, EmbeddingTower)
             mine = {name: params[name] for name in self._tower_sharder.shardable_parameters(tower)}
             towers.append(self._tower_sharder.shard(tower, mine, env, device, module_fqn))
-        return ShardedEmbeddingTowerCollection(module, towers)
+        return ShardedEmbeddingTowerCollection(module, towers).named_in_model(module_fqn)
 
 
 _OF_COLLECTIONS: dict[type[nn.Module], type[CollectionSharder[Any]]] = {

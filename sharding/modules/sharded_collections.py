@@ -7,7 +7,7 @@ that layers which do not need it run meanwhile.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +20,7 @@ from shardwise.embeddings import (
     EmbeddingCollection,
     EmbeddingConfig,
     FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
     pick_features,
 )
 from shardwise.embeddings.tables.table_layout import weights_bytes_in_emb_kernel
@@ -27,11 +28,14 @@ from shardwise.embeddings.tables.variable_batch import expand_bags, expand_poole
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from ..comms.awaitable import LazyAwaitable, W
+from ..comms.env import ShardingEnv
 from ..compiled.step import Batch
 from ..engine.collection import ShardedCollection
 from ..engine.dedup import CutGradient, expand_rows
+from ..engine.reshard import reshard_by_plan
 from ..engine.settings import cast_sums
 from ..engine.step import Step
+from ..plan.plan import ParameterSharding
 
 # says what each rank holds of a pooled collection, at level INFO
 logger = logging.getLogger(__name__)
@@ -61,7 +65,30 @@ class EmbeddingCollectionAwaitable(StepAwaitable[dict[str, JaggedTensor]]):
     awaited_type = dict
 
 
-class ShardedEmbeddingBagCollection(ShardedCollection):
+class Resharded(ShardedCollection):
+    """A collection whose tables may go over to another plan by TorchRec's call for it."""
+
+    def update_shards(
+        self,
+        changed_sharding_params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """As `reshard`, by TorchRec's name: a plan of the tables that change; all ranks call it, no batch under way.
+
+        Of a model in `DistributedModelParallel` its `reshard` keeps the plan of the model up to date too.
+
+        Raises:
+            ValueError: as `reshard.reshard`, or `env` and `device` are others than those of the tables.
+        """
+        if env.process_group is not self._env.process_group:
+            raise ValueError("update_shards: env must have the process group over which the tables are sharded")
+        if device is not None and torch.device(device).type != self.device.type:
+            raise ValueError(f"update_shards: tables are on {self.device}, got {device}; move the module by .to()")
+        reshard_by_plan(self, changed_sharding_params)
+
+
+class ShardedEmbeddingBagCollection(Resharded):
     """An `EmbeddingBagCollection` over several ranks: same inputs, same `KeyedTensor`, same parameter names."""
 
     _awaitable: type[Any] = EmbeddingBagCollectionAwaitable
@@ -134,11 +161,11 @@ class ShardedFusedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     _unsharded_type = FusedEmbeddingBagCollection
 
 
-class ShardedEmbeddingCollection(ShardedCollection):
+class ShardedEmbeddingCollection(Resharded):
     """An `EmbeddingCollection` over several ranks: same inputs, same dict of `JaggedTensor`, same parameter names."""
 
     _awaitable = EmbeddingCollectionAwaitable
-    _unsharded_type = EmbeddingCollection
+    _unsharded_type: type[nn.Module] = EmbeddingCollection
 
     if TYPE_CHECKING:
 
@@ -242,3 +269,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
             )
             for n, name in enumerate(self._names)
         }
+
+
+class ShardedFusedEmbeddingCollection(ShardedEmbeddingCollection):
+    """A `FusedEmbeddingCollection` over several ranks: its tables train with the optimizer that it brought."""
+
+    _unsharded_type = FusedEmbeddingCollection

@@ -43,9 +43,11 @@ from ..plan.plan import (
 )
 from .fused_params import settings_from
 from .sharded_collections import (
+    Resharded,
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
     ShardedFusedEmbeddingBagCollection,
+    ShardedFusedEmbeddingCollection,
 )
 
 
@@ -122,7 +124,20 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
             ValueError: the plan does not fit the module.
         """
         shards, options = self._cut(module, params, env, module_fqn)
-        return self._build(module, shards, env, torch.device(device or "cpu"), options)
+        sharded = self._build(module, shards, env, torch.device(device or "cpu"), options)
+        sharded._module_fqn = module_fqn
+        return sharded
+
+    def reshard(
+        self,
+        sharded_module: ShardedCollection,
+        changed_shard_to_params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | str | None = None,
+    ) -> ShardedCollection:
+        """The very module, once its tables went over to another plan. As `Resharded.update_shards`."""
+        cast(Resharded, sharded_module).update_shards(changed_shard_to_params, env, device)
+        return sharded_module
 
     def _cut(
         self, module: nn.Module, params: Mapping[str, ParameterSharding], env: ShardingEnv, module_fqn: str | None
@@ -153,7 +168,8 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         id_maps: Mapping[str, IdMap] | None = None,
     ) -> ShardedCollection:
         self._settings.require_device(device)
-        make: Any = ShardedEmbeddingCollection
+        fused_rows = isinstance(module, FusedEmbeddingCollection)
+        make: Any = ShardedFusedEmbeddingCollection if fused_rows else ShardedEmbeddingCollection
         if isinstance(module, EmbeddingBagCollection):
             fused = isinstance(module, FusedEmbeddingBagCollection)
             make = ShardedFusedEmbeddingBagCollection if fused else ShardedEmbeddingBagCollection
@@ -294,4 +310,4 @@ class FusedEmbeddingCollectionSharder(_BringsOptimizer[FusedEmbeddingCollection]
     """The sharder of `FusedEmbeddingCollection`, which brings its optimizer: `fused_params` raise ValueError."""
 
     _module_type = FusedEmbeddingCollection
-    _sharded_type = ShardedEmbeddingCollection
+    _sharded_type = ShardedFusedEmbeddingCollection

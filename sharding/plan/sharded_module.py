@@ -24,6 +24,7 @@ from shardwise.jagged.tracing import OneNode, holds_proxy, record_forward
 from ..comms.awaitable import Awaitable
 
 T = TypeVar("T")
+Named = TypeVar("Named", bound="ShardedModule[Any, Any, Any, Any]")
 # what is looked up on this rank, what its lookups give, the module's output, and what belongs to one step
 CompIn = TypeVar("CompIn")
 DistOut = TypeVar("DistOut")
@@ -51,6 +52,18 @@ class ShardedModule(OneNode, NotScriptable, nn.Module, abc.ABC, Generic[CompIn, 
     def __init__(self, qcomm_codecs_registry: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self._qcomm_codecs_registry = dict(qcomm_codecs_registry or {})
+        # TorchRec's programs read it
+        self._module_fqn: str | None = None
+
+    @property
+    def module_fqn(self) -> str | None:
+        """Its path in the model; None where the sharder was told none. The sharder sets it."""
+        return self._module_fqn
+
+    def named_in_model(self: Named, module_fqn: str | None) -> Named:
+        """This module, once it knows its path in the model."""
+        self._module_fqn = module_fqn
+        return self
 
     @property
     def qcomm_codecs_registry(self) -> dict[str, Any]:

@@ -140,7 +140,11 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
             )
         tables = self.shardable_parameters(module)
         require_tables(params, tables, module_fqn)
-        return self._make(module, params, env, device).train(module.training) if tables else module
+        if not tables:
+            return module
+        sharded: Any = self._make(module, params, env, device)
+        sharded._module_fqn = module_fqn
+        return sharded.train(module.training)  # type: ignore[no-any-return]
 
     def _make(
         self, module: M, params: Mapping[str, ParameterSharding], env: Envs, device: torch.device | str | None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,6 +113,9 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
         self._alone = exchange.alone
         self._stride_per_rank = None if stride_per_rank is None else list(stride_per_rank)
         self._pending: list[Pending | _Rows] = []
+        at = list(labels).index("values")
+        self._ids_to, self._ids_from = list(input_splits[at]), list(output_splits[at])
+        self._recat: Tensor | None = None
         if exchange.alone:
             return
         for tensor, send_sizes, sizes in zip(input_tensors, input_splits, output_splits, strict=True):
@@ -121,6 +125,19 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
                 else _numbers_of(exchange, tensor.detach(), send_sizes, sizes)
             )
         self._recat = recat(splits[exchange.rank], len(splits), stagger, device, stride_per_rank)
+
+    def sizes(self) -> dict[str, Any]:
+        """What is known before the tensors are here, by TorchRec's names in contexts of a step; None of what is not.
+
+        `batch_size_per_rank`, `input_splits` and `output_splits` (ids to and from each rank), `sparse_features_recat`.
+        """
+        strides = self._stride_per_rank
+        if strides is None and self._alone and not self._input.variable_stride_per_key():
+            strides = [self._input.stride()]
+        return {
+            "batch_size_per_rank": strides, "input_splits": self._ids_to, "output_splits": self._ids_from,
+            "sparse_features_recat": self._recat,
+        }  # fmt: skip
 
     def clear_inputs(self) -> int:
         """Free the memory of this rank's batch, which nobody may use any more; returns how many bytes.

@@ -11,8 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from shardwise.embeddings import DataType
-from shardwise.embeddings.optim.fbgemm_types import data_type_to_sparse_type
+import torch
+
+from shardwise.embeddings import (
+    LAMB,
+    DataType,
+    LarsSGD,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RowWiseAdagrad,
+)
+from shardwise.embeddings.optim.fbgemm_types import EmbOptimType, data_type_to_sparse_type
 
 from ..plan.plan import EmbeddingComputeKernel, ParameterSharding, ShardingType
 
@@ -63,6 +72,36 @@ _CACHE_WORDS = {
 }  # fmt: skip
 _PLAN_WORDS = ("enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype")
 _PRECISIONS = ("cache_precision", "weights_precision", "output_dtype")
+
+
+# classes of optimizers -> FBGEMM's name; the first class of a name is what the name becomes
+_NAMES: dict[type[torch.optim.Optimizer], EmbOptimType] = {
+    torch.optim.SGD: EmbOptimType.EXACT_SGD,
+    torch.optim.Adagrad: EmbOptimType.EXACT_ADAGRAD,
+    torch.optim.Adam: EmbOptimType.ADAM,
+    LarsSGD: EmbOptimType.LARS_SGD,
+    LAMB: EmbOptimType.LAMB,
+    PartialRowWiseLAMB: EmbOptimType.PARTIAL_ROWWISE_LAMB,
+    PartialRowWiseAdam: EmbOptimType.PARTIAL_ROWWISE_ADAM,
+    RowWiseAdagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
+
+
+def optimizer_type_to_emb_opt_type(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptimType:
+    """FBGEMM's name of an optimizer, as `fused_params={"optimizer": ...}` takes it.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if optimizer_class not in _NAMES:
+        known = ", ".join(each.__name__ for each in _NAMES)
+        raise ValueError(f"Cannot cast {optimizer_class} to an EmbOptimType; these can: {known}")
+    return _NAMES[optimizer_class]
+
+
+def emb_opt_type_to_optimizer_class(emb_opt_type: EmbOptimType | None) -> type[torch.optim.Optimizer] | None:
+    """The class of an optimizer by FBGEMM's name; None of None, and of a name that no class of ours stands for."""
+    return next((kind for kind, name in _NAMES.items() if name is emb_opt_type), None)
 
 
 def merge_fused_params(

@@ -245,7 +245,11 @@ def _pieces(exchange: Exchange, value: Any) -> list[tuple[int, Box]]:
         return [
             (ranks.index(shard.placement.rank()), box_of(shard.shard_offsets, shard.shard_sizes)) for shard in shards
         ]
-    # each rank knows its own place in the mesh
-    box, _ = local_pieces(value)[0]
-    ends = exchange.gather([end for span in box for end in span], _device_of(value))
-    return [(rank, tuple(zip(of_rank[::2], of_rank[1::2], strict=True))) for rank, of_rank in enumerate(ends)]
+    # each rank knows its own places in the mesh
+    boxes = json.dumps([box for box, _ in local_pieces(value)])
+    facts = facts_of_all(exchange, _device_of(value), {"pieces": boxes})
+    return [
+        (rank, tuple((low, high) for low, high in box))
+        for rank, of_rank in enumerate(facts)
+        for box in json.loads(of_rank["pieces"])
+    ]

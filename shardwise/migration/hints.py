@@ -18,6 +18,11 @@ _FBGEMM_KERNELS = (
     "ops are torch.ops.fbgemm.* after import shardwise.fbgemm, and tables are modules: shardwise.fbgemm.tables"
 )
 
+_ONE_STEP = (
+    "one step of the engine serves all sharding types: a plan says where tables go, and a ShardedModule of your own may"
+    " be made of KJTAllToAll, GroupedPooledEmbeddingsLookup and PooledEmbeddingsAllToAll"
+)
+
 # a module or a name of TorchRec, and all below it -> why it is not here, and what to use
 HINTS: Mapping[str, str] = {
     "fbgemm_gpu": _FBGEMM_KERNELS,
@@ -25,7 +30,6 @@ HINTS: Mapping[str, str] = {
     "torchrec.datasets.movielens": "shardwise.data.MovieLens reads its files",
     "torchrec.distributed.batched_embedding_kernel": _HOST_TIERS,
     "torchrec.distributed.embedding_dim_bucketer": _HOST_TIERS,
-    "torchrec.distributed.embedding_sharding.group_tables": "tables are grouped by storage inside the engine",
     "torchrec.distributed.embedding_sharding.FusedKJTListSplitsAwaitable": _SIZES,
     "torchrec.distributed.embedding_sharding.KJTListSplitsAwaitable": _SIZES,
     "torchrec.distributed.embedding_sharding.KJTSplitsAllToAllMeta": _SIZES,
@@ -56,6 +60,12 @@ HINTS: Mapping[str, str] = {
     "torchrec.pt2.checks.pt2_guard_size_oblivious": (
         "TorchRec 1.8 has pt2_guard_or_false and pt2_guard_or_true in its place, as torch itself"
     ),
+    "torchrec.distributed.embedding.create_embedding_sharding": _ONE_STEP,
+    "torchrec.distributed.embeddingbag.create_embedding_bag_sharding": _ONE_STEP,
+    "torchrec.distributed.embedding_lookup": (
+        "GroupedPooledEmbeddingsLookup and GroupedEmbeddingsLookup train; shardwise.quant serves quantized tables"
+    ),
+    "torchrec.distributed.sharding": _ONE_STEP,
 }
 
 _CODECS = "shardwise.QCommsConfig, which compresses what ranks exchange"

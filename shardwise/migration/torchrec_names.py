@@ -28,7 +28,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.comm": {
         "shardwise.sharding.comms.env": (
-            "get_group_rank get_local_rank get_local_size get_num_groups intra_and_cross_node_pg "
+            "get_group_rank get_local_rank get_local_size get_node_group_size get_num_groups "
+            "get_topology_domain_multiple get_topology_group_world_size intra_and_cross_node_pg "
             "intra_and_cross_node_pg_2D"
         ),
     },
@@ -57,11 +58,24 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.embedding": {
         "shardwise.sharding.modules.sharders": "EmbeddingCollectionSharder get_ec_index_dedup set_ec_index_dedup",
         "shardwise.sharding.modules.sharded_collections": "EmbeddingCollectionAwaitable ShardedEmbeddingCollection",
+        "torchrec.distributed.embedding_sharding": "EmbeddingSharding EmbeddingShardingInfo KJTListSplitsAwaitable",
+        "shardwise.sharding.torchrec.embedding_sharding": (
+            "create_sharding_infos_by_sharding_device_group=infos_of_rows"
+        ),
     },
     "torchrec.distributed.embedding_lookup": {
-        "torchrec.distributed.embedding_types": "EmbeddingComputeKernel",
+        "torchrec.distributed.embedding_types": "BaseEmbeddingLookup EmbeddingComputeKernel GroupedEmbeddingConfig",
+        "shardwise.sharding.torchrec.grouped_lookup": (
+            "CommOpGradientScaling GroupedEmbeddingsLookup GroupedPooledEmbeddingsLookup"
+        ),
     },
     "torchrec.distributed.embedding_sharding": {
+        "torchrec.distributed.embedding_types": "GroupedEmbeddingConfig KJTList ListOfKJTList ShardedEmbeddingTable",
+        "shardwise.sharding.torchrec.embedding_sharding": (
+            "BaseEmbeddingDist BaseSparseFeaturesDist EmbeddingSharding EmbeddingShardingContext "
+            "EmbeddingShardingInfo KJTListAwaitable KJTListSplitsAwaitable ListOfKJTListAwaitable "
+            "ListOfKJTListSplitsAwaitable group_tables"
+        ),
         "shardwise.sharding.torchrec.bucketize": "bucketize_kjt_before_all2all",
     },
     "torchrec.distributed.embedding_tower_sharding": {
@@ -71,12 +85,23 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "torchrec.distributed.embedding_types": {
+        "shardwise.sharding.torchrec.embedding_types": (
+            "BaseEmbeddingLookup BaseGroupedFeatureProcessor DTensorMetadata EmbeddingAttributes "
+            "FeatureShardingMixIn GroupedEmbeddingConfig InputDistOutputs KJTList ListOfKJTList ModuleShardingMixIn "
+            "ShardedConfig ShardedEmbeddingModule ShardedEmbeddingTable ShardedMetaConfig "
+            "compute_kernel_to_embedding_location"
+        ),
         "shardwise.sharding.plan.plan": "EmbeddingComputeKernel",
         "shardwise.sharding.modules.sharders": "BaseEmbeddingSharder",
         "torchrec.modules.embedding_configs": "EmbeddingTableConfig",
         "shardwise.sharding.quant": "BaseQuantEmbeddingSharder",
     },
     "torchrec.distributed.embeddingbag": {
+        "torchrec.distributed.embedding_sharding": "EmbeddingSharding EmbeddingShardingInfo KJTListSplitsAwaitable",
+        "shardwise.sharding.torchrec.embedding_sharding": (
+            "create_sharding_infos_by_sharding_device_group=infos_of_bags"
+        ),
+        "shardwise.sharding.torchrec.mean_pooling": "_apply_mean_pooling _create_mean_pooling_divisor",
         "shardwise.sharding.modules.sharders": "EmbeddingBagCollectionSharder",
         "shardwise.sharding.modules.embedding_bag": "EmbeddingBagSharder ShardedEmbeddingBag",
         "shardwise.sharding.modules.sharded_collections": (
@@ -93,6 +118,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.distributed.fused_embedding": {
         "shardwise.sharding.modules.sharders": "FusedEmbeddingCollectionSharder",
+        "shardwise.sharding.modules.sharded_collections": "ShardedFusedEmbeddingCollection",
     },
     "torchrec.distributed.fused_embeddingbag": {
         "shardwise.sharding.modules.sharders": "FusedEmbeddingBagCollectionSharder",
@@ -352,6 +378,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.shard": {
         "shardwise.sharding.dmp.composable": "shard shard_modules _shard_modules",
     },
+    "torchrec.distributed.shards_wrapper": {
+        "shardwise.sharding.engine.local_shards": "LocalShardsWrapper",
+    },
     "torchrec.distributed.sharding.dynamic_sharding": {
         "shardwise.sharding.torchrec.plan_delta": "output_sharding_plan_delta_single output_sharding_plans_delta",
     },
@@ -467,7 +496,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.distributed.utils": {
         "shardwise.sharding.dmp.unwrap": "CopyableMixin copy_to_device get_unsharded_module_names sharded_model_copy",
         "shardwise.sharding.torchrec.fused_params": (
-            "add_params_from_parameter_sharding convert_to_fbgemm_types merge_fused_params"
+            "add_params_from_parameter_sharding convert_to_fbgemm_types emb_opt_type_to_optimizer_class "
+            "merge_fused_params optimizer_type_to_emb_opt_type"
         ),
         "shardwise.sharding.torchrec.bucketize": "get_bucket_metadata_from_shard_metadata",
         "shardwise.embeddings.tables.table_layout": "weights_bytes_in_emb_kernel",

@@ -129,7 +129,7 @@ ROOMS: dict[str, set[str]] = {
     "sharding/planning": {"sharding/comms", "sharding/modules", "sharding/plan", "sharding/quant"},
     "sharding/pools": {"sharding/comms", "sharding/engine", "sharding/plan"},
     "sharding/quant": {"sharding/comms", "sharding/plan"},
-    "sharding/torchrec": {"sharding/comms", "sharding/engine", "sharding/plan"},
+    "sharding/torchrec": {"sharding/comms", "sharding/engine", "sharding/modules", "sharding/plan", "sharding/quant"},
     "shardwise/__main__.py": {"shardwise/cli"},
     "shardwise/cli": {"shardwise/checkpoint.py", "shardwise/migration"},
     "shardwise/migration": {"shardwise/__init__.py"},

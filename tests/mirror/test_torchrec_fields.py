@@ -20,6 +20,7 @@ import torch
 from checkout import file_of_tests
 from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.remote_device import _remote_device
 
@@ -70,7 +71,9 @@ from shardwise.sharding.pipeline import arguments
 from shardwise.sharding.pipeline.accumulation import AccumulatingOptimizer, GradientAccumulationConfig
 from shardwise.sharding.pipeline.staged import PipelineStage
 from shardwise.sharding.quant.inspect import WeightSpec
+from shardwise.sharding.torchrec import embedding_sharding, embedding_types
 from shardwise.sharding.torchrec.bucketize import ShardingBucketMetadata
+from shardwise.sharding.torchrec.embedding_types import ShardedEmbeddingTable
 from shardwise.sharding.torchrec.fused_params import KeyValueParams
 
 
@@ -433,6 +436,7 @@ ELSEWHERE: dict[type, str] = {
     PipelineStage: "test_pipeline_staged.py",
     EmbeddingTableConfig: "test_torchrec_parts.py",
     Batch: "test_data_clicks.py",
+    ShardedEmbeddingTable: "test_embedding_sharding.py",
 }
 
 
@@ -443,6 +447,9 @@ RECORDS: tuple[type, ...] = (
     arguments.TrainPipelineContext, arguments.ArgInfo, arguments.CallArgs, arguments.DictArgInfoStep,
     arguments.GetAttrArgInfoStep, arguments.GetItemArgInfoStep, arguments.ListArgInfoStep, arguments.NoopArgInfoStep,
     arguments.PostprocArgInfoStep, arguments.ScalarArgInfoStep, QuantizedCommCodecs, ShardingBucketMetadata,
+    embedding_types.DTensorMetadata, embedding_types.EmbeddingAttributes, embedding_types.GroupedEmbeddingConfig,
+    embedding_types.InputDistOutputs, embedding_types.ShardedConfig, embedding_types.ShardedMetaConfig,
+    embedding_sharding.EmbeddingShardingContext, embedding_sharding.EmbeddingShardingInfo, ShardedTensorMetadata,
 )  # fmt: skip
 
 

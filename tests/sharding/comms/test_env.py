@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,14 @@ from shardwise.sharding import (
     row_wise,
     table_row_wise,
     table_wise,
+)
+from shardwise.sharding.comms.env import (
+    ShardingEnv2D,
+    get_node_group_size,
+    get_topology_domain_multiple,
+    get_topology_group_world_size,
+    intra_and_cross_node_pg,
+    intra_and_cross_node_pg_2D,
 )
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.dmp.composable import shard
@@ -130,3 +139,41 @@ def test_means_are_packed_by_dtype_and_halves_do_not_overflow() -> None:
         assert torch.equal(tensors[1], torch.arange(12.0).view(3, 4).t() * 1.5)
         assert tensors[2].tolist() == [60032.0] * 5 or tensors[2].tolist() == [60064.0] * 5
         assert tensors[4].tolist() == [2.25]
+
+
+POD, HOST = "TORCHREC_RESOLVED_POD_SIZE", "LOCAL_WORLD_SIZE"
+
+
+def test_a_pod_is_as_many_hosts_as_the_scheduler_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (POD, "TOPOLOGY_DOMAIN_MULTIPLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(HOST, "2")
+    assert (get_topology_group_world_size(8), get_topology_domain_multiple()) == (2, None)
+    monkeypatch.setenv(POD, "2")
+    monkeypatch.setenv("TOPOLOGY_DOMAIN_MULTIPLE", "3")
+    assert (get_topology_group_world_size(8), get_topology_domain_multiple()) == (4, 3)
+    with pytest.raises(
+        ValueError, match=r"World size 6 is not a multiple of the topology group: 2 hosts .* of 2 ranks"
+    ):
+        get_topology_group_world_size(6)
+    monkeypatch.setenv(POD, "0")
+    with pytest.raises(ValueError, match="number of hosts above 0, got '0'"):
+        get_topology_group_world_size(8)
+
+
+def groups_of_pods() -> tuple[list[list[int]], list[int]]:
+    """On hosts of one rank, two of them a pod: its groups, and the ranks of a host before and after those of 2D."""
+    of_2d = patch("shardwise.sharding.comms.env._node_group_size", None)
+    with of_2d, patch.dict("os.environ", {HOST: "1", POD: "2"}):
+        pods = [ranks_of(group) for group in intra_and_cross_node_pg()]
+        before = get_node_group_size()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ranks"))
+        env = ShardingEnv2D(mesh.get_group(1), mesh.get_group(0), world_group(), mesh, 2)
+        intra_and_cross_node_pg_2D(env)
+        return pods, [before, get_node_group_size()]
+
+
+def test_groups_of_hosts_are_those_of_pods() -> None:
+    assert run_ranks(WORLD, groups_of_pods) == [
+        ([[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]], [1, 2]) for rank in range(WORLD)
+    ]

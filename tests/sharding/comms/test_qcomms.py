@@ -209,6 +209,17 @@ def test_rows_that_share_scales_become_the_output_dtype(kind: CommType, settings
         codecs_of(mixed)
 
 
+@pytest.mark.parametrize("output", [None, SparseType.FP32, SparseType.BF16])
+def test_mx4_gives_the_peers_numbers_in_the_output_dtype(output: SparseType | None) -> None:
+    """Those of fbgemm-gpu-cpu 1.8.0, exactly: bf16 has all that mx4 has. The peer takes no FP16."""
+    values = torch.linspace(-3, 3, 64) * torch.logspace(-2, 1, 64)
+    codec = get_qcomm_codecs(QCommsConfig(CommType.MX4, CommType.BF16, output_dtype=output)).forward
+    decoded = codec.decode(codec.encode(values))
+    assert decoded.dtype == (torch.bfloat16 if output is SparseType.BF16 else torch.float32)
+    assert decoded.double().sum().item() == 201.875
+    assert decoded[::9].tolist() == [-0.03125, -0.0625, -0.09375, -0.09375, 0.0, 0.0, 8.0, 32.0]
+
+
 def test_a_registry_is_checked() -> None:
     with pytest.raises(ValueError, match="unknown collective 'ALL_TO_ALL'"):
         codecs_of({"ALL_TO_ALL": QuantizedCommCodecs()})
