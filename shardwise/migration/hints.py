@@ -19,8 +19,7 @@ _FBGEMM_KERNELS = (
 # a module or a name of TorchRec, and all below it -> why it is not here, and what to use
 HINTS: Mapping[str, str] = {
     "fbgemm_gpu": _FBGEMM_KERNELS,
-    "torchrec.datasets.criteo": "shardwise.data.Criteo reads its files",
-    "torchrec.datasets.movielens": "shardwise.data.MovieLens reads its files",
+    "torchrec.datasets.test_utils": "it makes files for TorchRec's own tests",
     "torchrec.distributed.batched_embedding_kernel": _HOST_TIERS,
     "torchrec.distributed.embedding_dim_bucketer": _HOST_TIERS,
     "torchrec.distributed.embedding_sharding.group_tables": "tables are grouped by storage inside the engine",

@@ -346,6 +346,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.datasets.criteo": {
         "shardwise.data.criteo_arrays": "BinaryCriteoUtils InMemoryBinaryCriteoIterDataPipe",
+        "shardwise.data.torchrec.criteo_lines": (
+            "COLUMN_TYPE_CASTERS CriteoIterDataPipe criteo_kaggle criteo_terabyte"
+        ),
+        "torchrec.datasets.utils": "Batch LoadFiles PATH_MANAGER_KEY ReadLinesFromCSV safe_cast",
         "shardwise.data.criteo": (
             "CAT_FEATURE_COUNT DAYS DEFAULT_CAT_NAMES DEFAULT_COLUMN_NAMES DEFAULT_INT_NAMES DEFAULT_LABEL_NAME "
             "FREQUENCY_THRESHOLD INT_FEATURE_COUNT TOTAL_TRAINING_SAMPLES"
@@ -356,13 +360,26 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "DEFAULT_COLUMN_NAMES DEFAULT_MOVIES_COLUMN_NAMES DEFAULT_RATINGS_COLUMN_NAMES MOVIES_FILENAME "
             "RATINGS_FILENAME"
         ),
+        "shardwise.data.torchrec.movielens_lines": "COLUMN_TYPE_CASTERS movielens_20m movielens_25m",
     },
     "torchrec.datasets.random": {
         "shardwise.data": "RandomRecDataset",
+        "shardwise.data.random_batches": "_RandomRecBatch=RandomBatches",
+    },
+    "torchrec.datasets.scripts.contiguous_preproc_criteo": {
+        "shardwise.data.torchrec.criteo_scripts": "main=contiguous_main",
+    },
+    "torchrec.datasets.scripts.npy_preproc_criteo": {
+        "shardwise.data.torchrec.criteo_scripts": "main=npy_main",
+    },
+    "torchrec.datasets.scripts.shuffle_preproc_criteo": {
+        "shardwise.data.torchrec.criteo_scripts": "main=shuffle_main",
     },
     "torchrec.datasets.utils": {
         "shardwise.data": "Batch idx_split_train_val rand_split_train_val",
-        "shardwise.data.criteo_arrays": "PATH_MANAGER_KEY",
+        "shardwise.data.paths": "PATH_MANAGER_KEY",
+        "shardwise.data.splits": "train_filter val_filter",
+        "shardwise.data.torchrec.pipes": "Limit LoadFiles ParallelReadConcat ReadLinesFromCSV safe_cast",
     },
     "torchrec.fx": {
         "torchrec.fx.tracer": "Tracer symbolic_trace",

@@ -65,6 +65,7 @@ LAZY_PAIRS = {("perf", "shardwise")}
 # room -> the rooms of the same folder that it may import; a room is a folder, and the face of a top folder (which may
 # show all that lies below it, and which nothing below it imports) is one by itself
 ROOMS: dict[str, set[str]] = {
+    "data/torchrec": {"data"},
     "embeddings/collections": {"embeddings", "embeddings/optim", "embeddings/tables"},
     "embeddings/managed_collision": {"embeddings", "embeddings/collections", "embeddings/tables"},
     "embeddings/optim": {"embeddings", "embeddings/tables"},
