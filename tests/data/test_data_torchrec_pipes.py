@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from checkout import SHARED, golden
-from criteo_lines import criteo_line, write_criteo
+from test_data_criteo_preprocess import criteo_line, write_criteo
 from torch.utils.data import DataLoader, IterDataPipe, get_worker_info
 
 from shardwise.data.criteo import DEFAULT_COLUMN_NAMES
