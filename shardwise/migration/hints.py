@@ -25,9 +25,10 @@ HINTS: Mapping[str, str] = {
     "torchrec.distributed.embedding_sharding.group_tables": "tables are grouped by storage inside the engine",
     "torchrec.distributed.model_tracker": "changed ids are not tracked",
     "torchrec.distributed.planner.estimator": "estimators are classes: torchrec.distributed.planner.shard_estimators",
-    "torchrec.distributed.test_utils": "tests/support/ranks.py of shardwise's repository spawns ranks for tests",
+    "torchrec.distributed.test_utils": "what TorchRec tests itself with is served as far as programs' own tests use it",
     "torchrec.metrics": _METRICS,
     "torchrec.ir": "torch.export takes the whole model, with its lookups as ops",
+    "torchrec.modules.utils.make_hash_zch_buckets_non_persistent": "hashed ids are not served",
     "torchrec.modules.itep_modules": "pruning in training is not served",
 }
 

@@ -259,6 +259,16 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "torchrec.distributed.mc_embeddingbag": "ManagedCollisionEmbeddingBagCollectionSharder",
         "torchrec.distributed.mc_embedding": "ManagedCollisionEmbeddingCollectionSharder",
     },
+    "torchrec.distributed.test_utils.multi_process": {
+        "shardwise.sharding.testing.processes": "MultiProcessContext MultiProcessTestBase run_multi_process_func",
+        "torchrec.test_utils": "get_free_port init_distributed_single_host seed_and_log",
+    },
+    "torchrec.distributed.test_utils.process_runner": {
+        "shardwise.sharding.testing.processes": (
+            "REQUIRED_ENV_VARS SingleProcessContext check_required_env_vars run_local_multi_process_func "
+            "run_single_process_func"
+        ),
+    },
     "torchrec.distributed.train_pipeline": {
         "torchrec.distributed.train_pipeline.train_pipelines": (
             "EvalPipelineSparseDist PrefetchTrainPipelineSparseDist StagedTrainPipeline TrainPipeline "
@@ -427,20 +437,25 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
         "shardwise.quant": "QuantConfig",
         "shardwise.embeddings.config": "EmbeddingTableConfig",
+        "shardwise.sharding.plan.plan": "ShardingType",
         "shardwise.embeddings.optim.fbgemm_types": (
             "data_type_to_sparse_type pooling_type_to_pooling_mode pooling_type_to_str"
         ),
     },
     "torchrec.modules.embedding_modules": {
         "shardwise.embeddings": (
-            "EmbeddingBagCollection EmbeddingBagCollectionInterface EmbeddingCollection EmbeddingCollectionInterface"
+            "EmbeddingBagCollection EmbeddingBagCollectionInterface EmbeddingCollection EmbeddingCollectionInterface "
+            "get_embedding_names_by_table=embedding_names_by_table"
         ),
+        "shardwise.embeddings.torchrec.pooled_outputs": "process_pooled_embeddings reorder_inverse_indices",
     },
     "torchrec.modules.embedding_tower": {
         "shardwise.embeddings": "EmbeddingTower EmbeddingTowerCollection tower_input_params",
     },
     "torchrec.modules.feature_processor": {
-        "shardwise.embeddings.collections.position_weights": "PositionWeightedModule",
+        "shardwise.embeddings.collections.position_weights": (
+            "BaseFeatureProcessor BaseGroupedFeatureProcessor PositionWeightedModule"
+        ),
         "shardwise.embeddings": "PositionWeightedProcessor",
     },
     "torchrec.modules.feature_processor_": {
@@ -477,6 +492,18 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.modules.regroup": {
         "shardwise.jagged": "KTRegroupAsDict",
+        "shardwise.fbgemm.regroup_module": "PermuteMultiEmbedding",
+    },
+    "torchrec.modules.utils": {
+        "shardwise.embeddings.torchrec.dense_modules": (
+            "check_module_output_dimension construct_modulelist_from_single_module "
+            "convert_list_of_modules_to_modulelist extract_module_or_tensor_callable get_module_output_dimension "
+            "init_mlp_weights_xavier_uniform"
+        ),
+        "shardwise.embeddings.torchrec.jagged_outputs": (
+            "SequenceVBEContext construct_jagged_tensors construct_jagged_tensors_inference deterministic_dedup "
+            "jagged_index_select_with_empty reset_module_states_post_sharding"
+        ),
     },
     "torchrec.optim": {
         "torchrec.optim.apply_optimizer_in_backward": "apply_optimizer_in_backward",
@@ -537,6 +564,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "jt_is_equal kjt_is_equal permute_multi_embedding regroup_kts unflatten_kjt_list"
         ),
     },
+    "torchrec.schema.utils": {
+        "shardwise.migration.signatures": "is_signature_compatible",
+    },
     "torchrec.sparse.jagged_tensor_validator": {
         "shardwise.jagged": "validate_keyed_jagged_tensor",
     },
@@ -546,8 +576,15 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.streamable": {
         "shardwise.jagged": "Multistreamable Pipelineable",
     },
+    "torchrec.test_utils": {
+        "shardwise.sharding.testing.environment": (
+            "assert_state_buffers_parameters_equal cuda_device_count get_free_port get_state_buffers_parameters "
+            "init_distributed_single_host is_asan is_asan_or_tsan is_tsan seed_and_log skip_if_asan skip_if_asan_class"
+        ),
+    },
     "torchrec.types": {
         "shardwise.embeddings": "DataType",
+        "shardwise.jagged.modules": "CacheMixin",
     },
 }
 

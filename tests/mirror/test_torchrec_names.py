@@ -37,6 +37,21 @@ EXPORTED = {
     # and by modules that import them
     "torchrec.distributed.sharding_plan", "torchrec.distributed.train_pipeline.utils",
 }  # fmt: skip
+# what its wheel has to test programs with, which is in no list
+FOR_TESTS = {
+    "torchrec.test_utils": (
+        "assert_state_buffers_parameters_equal cuda_device_count get_free_port get_state_buffers_parameters "
+        "init_distributed_single_host is_asan is_asan_or_tsan is_tsan seed_and_log skip_if_asan skip_if_asan_class"
+    ),
+    "torchrec.distributed.test_utils.multi_process": (
+        "MultiProcessContext MultiProcessTestBase run_multi_process_func get_free_port init_distributed_single_host "
+        "seed_and_log"
+    ),
+    "torchrec.distributed.test_utils.process_runner": (
+        "REQUIRED_ENV_VARS SingleProcessContext check_required_env_vars run_local_multi_process_func "
+        "run_single_process_func"
+    ),
+}
 # imported there under another name
 RENAMED = {"torchrec.distributed.quant_embeddingbag.QuantFeatureProcessedEmbeddingBagCollection"}
 # private there, and called by TorchRec's own notebook
@@ -51,7 +66,7 @@ def test_the_entry_leads_to_our_name(path: str, name: str) -> None:
     value = getattr(module, name)
     if not callable(value) or isinstance(value, GenericAlias):
         # a constant does not know where it is from: that of a logger is its name
-        assert isinstance(value, int | float | str | dict | list | logging.Logger | torch.dtype | GenericAlias)
+        assert isinstance(value, int | float | str | dict | list | tuple | logging.Logger | torch.dtype | GenericAlias)
         return
     # torch's own optimizers are what the backward of a table takes, and its sharded tensors what a state dict has
     assert value.__module__.startswith(("shardwise.", "torch.optim.", "torch.distributed._shard.")), f"{value!r}"
@@ -70,6 +85,7 @@ def test_every_entry_is_a_name_of_torchrec() -> None:
             path = "torchrec." + match[1].replace("/", ".")
         elif match := re.match(r"(?:class|def) (\w+)", line):
             known.setdefault(path, set()).add(match[1])
+    known.update({path: set(names.split()) for path, names in FOR_TESTS.items()})
     everything = set().union(*known.values())
     features = (REFERENCE / "torchrec_features.md").read_text()
     unknown = []
