@@ -154,7 +154,8 @@ class MultiProcessTestBase(unittest.TestCase):
         try:
             _call_on_ranks(calls, self._mp_init_mode)
         except RanksFailed as failed:
-            self.fail(f"Detected at least one unsuccessful run, example errors are: \n{failed}")
+            message = f"Detected at least one unsuccessful run, example errors are: \n{failed}"
+            raise self.failureException(message) from None
 
 
 def run_multi_process_func(

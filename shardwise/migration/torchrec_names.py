@@ -259,6 +259,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "torchrec.distributed.mc_embeddingbag": "ManagedCollisionEmbeddingBagCollectionSharder",
         "torchrec.distributed.mc_embedding": "ManagedCollisionEmbeddingCollectionSharder",
     },
+    "torchrec.distributed.test_utils.emb_sharder": {
+        "shardwise.sharding.testing.one_way_sharders": (
+            "TestEBCSharder TestEBCSharderMCH TestEBSharder TestECSharder TestETCSharder TestETSharder "
+            "TestFusedEBCSharder TestFusedECSharder TestMCSharder"
+        ),
+    },
     "torchrec.distributed.test_utils.multi_process": {
         "shardwise.sharding.testing.processes": "MultiProcessContext MultiProcessTestBase run_multi_process_func",
         "torchrec.test_utils": "get_free_port init_distributed_single_host seed_and_log",
@@ -268,6 +274,23 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "REQUIRED_ENV_VARS SingleProcessContext check_required_env_vars run_local_multi_process_func "
             "run_single_process_func"
         ),
+    },
+    "torchrec.distributed.test_utils.test_model": {
+        "shardwise.sharding.testing.model_input": "ModelInput",
+        "shardwise.sharding.testing.sparse_model": (
+            "DENSE_LAYER_OUT_SIZE OVER_ARCH_OUT_SIZE TestDHNArch TestDenseArch TestEBCSparseArch TestNegSamplingModule "
+            "TestOverArch TestOverArchRegroupModule TestPositionWeightedPreprocModule TestSparseNN TestSparseNNBase "
+            "TestTowerCollectionSparseNN TestTowerInteraction TestTowerSparseNN"
+        ),
+        # where they were before 1.8
+        "torchrec.distributed.test_utils.emb_sharder": (
+            "TestEBCSharder TestEBCSharderMCH TestEBSharder TestECSharder TestETCSharder TestETSharder "
+            "TestFusedEBCSharder TestFusedECSharder TestMCSharder"
+        ),
+    },
+    "torchrec.distributed.test_utils.test_sharding": {
+        "shardwise.sharding.testing.one_way_sharders": "SharderType create_test_sharder",
+        "shardwise.sharding.testing.state": "copy_state_dict",
     },
     "torchrec.distributed.train_pipeline": {
         "torchrec.distributed.train_pipeline.train_pipelines": (

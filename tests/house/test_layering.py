@@ -112,7 +112,7 @@ ROOMS: dict[str, set[str]] = {
     "sharding/plan": {"sharding/comms"},
     "sharding/planning": {"sharding/comms", "sharding/modules", "sharding/plan", "sharding/quant"},
     "sharding/quant": {"sharding/comms", "sharding/plan"},
-    "sharding/testing": {"sharding/comms", "sharding/modules", "sharding/plan"},
+    "sharding/testing": {"sharding/comms", "sharding/dmp", "sharding/modules", "sharding/plan"},
     "sharding/torchrec": {"sharding/comms", "sharding/engine", "sharding/plan"},
     "shardwise/__main__.py": {"shardwise/cli"},
     "shardwise/cli": {"shardwise/checkpoint.py", "shardwise/migration"},

@@ -38,7 +38,19 @@ EXPORTED = {
     "torchrec.distributed.sharding_plan", "torchrec.distributed.train_pipeline.utils",
 }  # fmt: skip
 # what its wheel has to test programs with, which is in no list
+_SHARDERS = (
+    "TestEBCSharder TestEBCSharderMCH TestEBSharder TestECSharder TestETCSharder TestETSharder TestFusedEBCSharder "
+    "TestFusedECSharder TestMCSharder"
+)
 FOR_TESTS = {
+    "torchrec.distributed.test_utils.emb_sharder": _SHARDERS,
+    "torchrec.distributed.test_utils.test_model": (
+        # the sharders were here before 1.8
+        f"{_SHARDERS} DENSE_LAYER_OUT_SIZE ModelInput OVER_ARCH_OUT_SIZE TestDHNArch TestDenseArch TestEBCSparseArch "
+        "TestNegSamplingModule TestOverArch TestOverArchRegroupModule TestPositionWeightedPreprocModule TestSparseNN "
+        "TestSparseNNBase TestTowerCollectionSparseNN TestTowerInteraction TestTowerSparseNN"
+    ),
+    "torchrec.distributed.test_utils.test_sharding": "SharderType copy_state_dict create_test_sharder",
     "torchrec.test_utils": (
         "assert_state_buffers_parameters_equal cuda_device_count get_free_port get_state_buffers_parameters "
         "init_distributed_single_host is_asan is_asan_or_tsan is_tsan seed_and_log skip_if_asan skip_if_asan_class"
