@@ -24,7 +24,7 @@ def open_path(
     if "b" not in mode:
         # newline="": the csv module wants line ends untouched
         open_kw = {"encoding": "utf-8", "newline": "", **open_kw}
-    return cast(IO[Any], open(path, mode, **open_kw))
+    return open(path, mode, **open_kw)
 
 
 def local_path(path: str | os.PathLike[str], *, path_manager_key: str = PATH_MANAGER_KEY) -> str:

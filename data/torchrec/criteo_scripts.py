@@ -49,7 +49,8 @@ def npy_main(argv: Sequence[str]) -> None:
     os.makedirs(args.output_dir, exist_ok=True)
     for name in found:
         outputs = [os.path.join(args.output_dir, f"{files[name]}_{kind}.npy") for kind in ("dense", "sparse", "labels")]
-        BinaryCriteoUtils.tsv_to_npys(os.path.join(args.input_dir, name), *outputs, dataset_name=args.dataset_name)
+        dense, sparse, labels = outputs
+        BinaryCriteoUtils.tsv_to_npys(os.path.join(args.input_dir, name), dense, sparse, labels, args.dataset_name)
         print(f"{name}: wrote {', '.join(outputs)}")
 
 

@@ -75,7 +75,7 @@ def construct_jagged_tensors(
         lengths = list(ctx.reindexed_lengths.unbind(0))
         sizes, ids = ctx.reindexed_length_per_key, ctx.reindexed_values
     else:
-        lengths = list(features.lengths().split(features.stride_per_key()))
+        lengths = list(torch.split(features.lengths(), features.stride_per_key()))
         sizes, ids = features.length_per_key(), features.values()
     return _by_name(
         embeddings, lengths, sizes, ids if need_indices else None, embedding_names, features_to_permute_indices
@@ -131,7 +131,7 @@ def deterministic_dedup(ids: Tensor) -> tuple[Tensor, Tensor]:
     One host sync, for U.
     """
     ordered, places = ids.view(-1).sort(stable=True)
-    unique, counts = ordered.unique_consecutive(return_counts=True)
+    unique, counts = torch.unique_consecutive(ordered, return_counts=True)
     return unique, places[counts.cumsum(0) - 1]
 
 
@@ -154,8 +154,8 @@ def _by_name(
         raise ValueError(f"embedding_names must have one for each of {len(sizes)} features, got {len(names)}")
     if sum(sizes) != embeddings.shape[0]:
         raise ValueError(f"embeddings have {embeddings.shape[0]} rows, but the features {sum(sizes)} ids")
-    rows = embeddings.split(sizes)
-    rows_of_ids = None if ids is None else ids.split(sizes)
+    rows = torch.split(embeddings, sizes)
+    rows_of_ids = None if ids is None else torch.split(ids, sizes)
     places: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         places.setdefault(name, []).append(place)

@@ -225,8 +225,8 @@ class _Bags:
         assert self.inverse is not None
         chosen = self.inverse.tolist()
         sizes = self.lengths.tolist()
-        values = self.values.split(sizes)
-        weights = None if self.weights is None else self.weights.split(sizes)
+        values = torch.split(self.values, sizes)
+        weights = None if self.weights is None else torch.split(self.weights, sizes)
         return _Bags(
             self.lengths[self.inverse.long()],
             torch.cat([self.values[:0], *(values[bag] for bag in chosen)]),
@@ -292,10 +292,10 @@ def power_law_ids(alpha: float, count: int, rows: int, dtype: torch.dtype, devic
         # the density's distribution function, inverted; the ends would be infinite
         u = torch.rand(count, device=device).clamp(1e-10, 1 - 1e-10)
         if abs(alpha - 1) < _NEAR_ONE:
-            return (rows**u - 1).long()
+            return (torch.pow(float(rows), u) - 1).long()
         if alpha < 1:
-            return ((u * (rows ** (1 - alpha) - 1) + 1) ** (1 / (1 - alpha)) - 1).long()
-        return ((1 - u) ** (-1 / (alpha - 1)) - 1).long()
+            return (torch.pow(u * (rows ** (1 - alpha) - 1) + 1, 1 / (1 - alpha)) - 1).long()
+        return (torch.pow(1 - u, -1 / (alpha - 1)) - 1).long()
 
     ids = drawn(count)
     if alpha > 1:
@@ -326,10 +326,10 @@ def _joined(parts: Sequence[_Bags]) -> _Bags:
 def _kjt(keys: list[str], parts: Sequence[_Bags], offsets_dtype: torch.dtype | None, **more: Any) -> KeyedJaggedTensor:
     """The features of a batch, each bags of its own; by offsets where these have a type."""
     whole = _joined(parts)
-    bounds: dict[str, Tensor] = {"lengths": whole.lengths}
-    if offsets_dtype is not None:
-        bounds = {"offsets": torch.nn.functional.pad(whole.lengths.cumsum(0), (1, 0)).to(offsets_dtype)}
-    return KeyedJaggedTensor(keys, whole.values, weights=whole.weights, **bounds, **more)
+    if offsets_dtype is None:
+        return KeyedJaggedTensor(keys, whole.values, weights=whole.weights, lengths=whole.lengths, **more)
+    offsets = torch.nn.functional.pad(whole.lengths.cumsum(0), (1, 0)).to(offsets_dtype)
+    return KeyedJaggedTensor(keys, whole.values, weights=whole.weights, offsets=offsets, **more)
 
 
 def _own_sizes(keys: list[str], parts: list[list[_Bags]], offsets_dtype: torch.dtype | None) -> KeyedJaggedTensor:

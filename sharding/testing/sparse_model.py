@@ -248,6 +248,7 @@ class TestSparseNN(TestSparseNNBase, CopyableMixin):
         self._embedding_names = names or _features(tables)
         self._weighted_features = _features(weighted)
         self.over: nn.Module = (over_arch_clazz or TestOverArch)(list(tables), weighted, names, dense_device, **more)
+        self.dummy_ones: Tensor
         self.register_buffer("dummy_ones", torch.ones(1, device=dense_device))
         self.postproc_module = postproc_module
 
