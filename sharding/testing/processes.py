@@ -119,8 +119,8 @@ class MultiProcessTestBase(unittest.TestCase):
 
     def __init__(self, methodName: str = "runTest", mp_init_mode: str = "forkserver") -> None:
         super().__init__(methodName)
-        cuda = tuple(map(int, torch.version.cuda.split(".")[:2])) if torch.version.cuda else (0, 0)
-        spawns = cuda >= (12, 8) or torch.version.hip is not None or sys.version_info >= (3, 14)
+        cuda = [int(part) for part in (torch.version.cuda or "0.0").split(".")[:2]]
+        spawns = cuda >= [12, 8] or torch.version.hip is not None or sys.version_info >= (3, 14)
         self._mp_init_mode = "spawn" if spawns else mp_init_mode
 
     @seed_and_log

@@ -88,8 +88,8 @@ def test_rows_are_mixed_in_torchrecs_order(tmp_path: Path) -> None:
     BinaryCriteoUtils.sparse_to_contiguous(paths, str(tmp_path / "contiguous"), 0, output_file_suffix=".npy")
 
     def mix(rows_per_day: dict[int, int]) -> None:
-        folders = [str(tmp_path), str(tmp_path / "contiguous"), str(tmp_path / "mixed")]
-        BinaryCriteoUtils.shuffle(*folders, rows_per_day, str(tmp_path / "full"), days=3, random_seed=5)
+        ids, mixed, full = (str(tmp_path / name) for name in ("contiguous", "mixed", "full"))
+        BinaryCriteoUtils.shuffle(str(tmp_path), ids, mixed, rows_per_day, full, days=3, random_seed=5)
 
     # rows of the last day, which is copied, count for nothing: TorchRec mixes as many rows of zeros in
     for rows in ({0: 4, 1: 5}, {0: 4, 1: 5, 2: 6}):
@@ -110,8 +110,8 @@ def test_ids_above_2_to_the_24_stay_exact_when_rows_are_mixed(tmp_path: Path) ->
         arrays = (np.zeros((2, 13), np.float32), sparse, np.zeros((2, 1), np.int32))
         for kind, array in zip(KINDS, arrays, strict=True):
             np.save(tmp_path / f"day_{day}_{kind}.npy", array)
-    folders = [str(tmp_path), str(tmp_path), str(tmp_path / "mixed")]
-    BinaryCriteoUtils.shuffle(*folders, {0: 2}, str(tmp_path / "mixed"), days=2)
+    day, out = str(tmp_path), str(tmp_path / "mixed")
+    BinaryCriteoUtils.shuffle(day, day, out, {0: 2}, out, days=2)
     mixed = np.load(tmp_path / "mixed" / "day_0_sparse.npy")
     assert mixed.dtype == np.int32 and (mixed == 2**24 + 1).all()
     full = np.load(tmp_path / "mixed" / "full.npy")

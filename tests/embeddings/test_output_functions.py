@@ -227,7 +227,8 @@ def test_older_position_weights_derive_from_bases_that_programs_derive_from() ->
     assert issubclass(PositionWeightedProcessor, BaseGroupedFeatureProcessor)
     processor = PositionWeightedProcessor({"f": 2})
     assert isinstance(processor, BaseGroupedFeatureProcessor) and list(processor.state_dict()) == ["position_weights.f"]
-    for base in (BaseFeatureProcessor, BaseGroupedFeatureProcessor):
+    bases: list[Any] = [BaseFeatureProcessor, BaseGroupedFeatureProcessor]
+    for base in bases:
         with pytest.raises(TypeError, match="abstract"):
             base()
 

@@ -217,10 +217,11 @@ def test_names_in_the_state_dict_are_torchrecs() -> None:
 def test_tables_with_position_weights_are_looked_up_apart() -> None:
     table = EmbeddingBagConfig(num_embeddings=4, embedding_dim=2, name="feature_9", feature_names=["feature_9"])
     arch = TestEBCSparseArch([TABLES[0], table], [], max_feature_lengths={"feature_9": 3})
-    assert arch.fp_ebc is not None
+    weights = dict(arch.named_parameters())
     with torch.no_grad():
-        arch.fp_ebc._feature_processors.position_weights["feature_9"].copy_(torch.tensor([1.0, 10.0, 100.0]))
-        arch.fp_ebc._embedding_bag_collection.embedding_bags["feature_9"].weight.copy_(torch.arange(8.0).view(4, 2))
+        weights["fp_ebc._feature_processors.position_weights.feature_9"].copy_(torch.tensor([1.0, 10.0, 100.0]))
+        table_weight = weights["fp_ebc._embedding_bag_collection.embedding_bags.feature_9.weight"]
+        table_weight.copy_(torch.arange(8.0).view(4, 2))
     batch = KeyedJaggedTensor(["feature_0", "feature_9"], torch.tensor([1, 3, 0]), lengths=torch.tensor([1, 2]))
     out = arch(batch, batch_size=3)
     # row 3 once and row 0 ten times; samples beyond the features are zeros
