@@ -6,6 +6,7 @@ import gzip
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, IterDataPipe, get_worker_info
 
 from shardwise.data.criteo import DEFAULT_COLUMN_NAMES
 from shardwise.data.splits import train_filter, val_filter
+from shardwise.data.torchrec import pipes
 from shardwise.data.torchrec.criteo_lines import CriteoIterDataPipe, criteo_kaggle, criteo_terabyte
 from shardwise.data.torchrec.movielens_lines import movielens_20m, movielens_25m
 from shardwise.data.torchrec.pipes import Limit, LoadFiles, ParallelReadConcat, ReadLinesFromCSV, safe_cast
@@ -26,9 +28,9 @@ def second_integer(fields: Sequence[str]) -> str:
     return fields[2]
 
 
-def last_pipes(pipes: Sequence[Any]) -> Sequence[Any]:
+def last_pipes(given: Sequence[Any]) -> Sequence[Any]:
     worker = get_worker_info()
-    return pipes if worker is None else pipes[-1 - worker.id :][:1]
+    return given if worker is None else given[-1 - worker.id :][:1]
 
 
 def test_lines_of_criteo_are_torchrecs_rows(tmp_path: Path) -> None:
@@ -86,20 +88,30 @@ def test_workers_share_files_out_once(tmp_path: Path) -> None:
     whole = DataLoader(criteo_terabyte(paths, row_mapper=second_integer), num_workers=2, batch_size=None)
     # two workers in turn, as recorded from TorchRec
     assert list(whole) == ["-2", "26", "2", "30", "", "", "18", "2", "22", "6", "26", "10", "", "18"]
-    pipes = [criteo_terabyte((path,), row_mapper=second_integer).batch(2) for path in paths]
-    read = DataLoader(ParallelReadConcat(*pipes), num_workers=2, batch_size=None)
+    batches = [criteo_terabyte((path,), row_mapper=second_integer).batch(2) for path in paths]
+    read = DataLoader(ParallelReadConcat(*batches), num_workers=2, batch_size=None)
     assert sorted(value for batch in read for value in batch) == sorted(expected)
     # without workers it is one after the other
-    assert [value for batch in ParallelReadConcat(*pipes) for value in batch] == expected
-    chosen = DataLoader(ParallelReadConcat(*pipes, dp_selector=last_pipes), num_workers=1, batch_size=None)
+    assert [value for batch in ParallelReadConcat(*batches) for value in batch] == expected
+    chosen = DataLoader(ParallelReadConcat(*batches, dp_selector=last_pipes), num_workers=1, batch_size=None)
     assert [value for batch in chosen for value in batch] == expected[-5:]
 
 
-def test_more_workers_than_pipes_are_refused(tmp_path: Path) -> None:
-    [path] = write_criteo(tmp_path, 1, lambda _: 1)
-    loader = DataLoader(ParallelReadConcat(criteo_kaggle(path)), num_workers=2, batch_size=None)
-    with pytest.raises(ValueError, match=r"Number of workers 2 exceeds number of datapipes \(1\)"):
-        list(loader)
+def test_pipes_are_shared_out_evenly_and_never_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[Any] = [*range(7)]
+
+    def shares(workers: int) -> list[list[Any]]:
+        given = []
+        for number in range(workers):
+            worker = SimpleNamespace(num_workers=workers, id=number)
+            monkeypatch.setattr(pipes, "get_worker_info", lambda worker=worker: worker)
+            given.append(list(pipes.share_of_worker(numbers)))
+        return given
+
+    # TorchRec's shares
+    assert shares(3) == [[0, 1, 2], [3, 4], [5, 6]] and shares(7) == [[number] for number in numbers]
+    with pytest.raises(ValueError, match=r"Number of workers 8 exceeds number of datapipes \(7\)"):
+        shares(8)
 
 
 def test_files_are_opened_and_read_as_csv(tmp_path: Path) -> None:
@@ -179,5 +191,6 @@ def test_the_small_movielens_is_read_whole(tmp_path: Path) -> None:
     for name in ("ratings.csv", "movies.csv"):
         packed = (SHARED / f"data/ml_latest_small/{name}.gz").read_bytes()
         (tmp_path / name).write_bytes(gzip.decompress(packed))
-    rows = list(movielens_25m(tmp_path, include_movies_data=True))
-    assert len(rows) == 100_836 and rows[0]["title"] == "Toy Story (1995)"
+    assert sum(1 for _ in movielens_25m(tmp_path, row_mapper=None)) == 100_836
+    first = next(iter(movielens_25m(tmp_path, include_movies_data=True)))
+    assert first["title"] == "Toy Story (1995)" and first["rating"] == 4.0
