@@ -26,6 +26,7 @@ HINTS: Mapping[str, str] = {
     "torchrec.distributed.model_tracker": "changed ids are not tracked",
     "torchrec.distributed.planner.estimator": "estimators are classes: torchrec.distributed.planner.shard_estimators",
     "torchrec.distributed.benchmark": "shardwise perf measures; TorchRec's benchmarks are programs of its own",
+    "torchrec.distributed.test_utils.model_input": "test_model.ModelInput beside it makes batches",
     "torchrec.distributed.test_utils.infer_utils": "shardwise.inference shards and serves quantized models",
     "torchrec.distributed.test_utils.test_model.TestEBCSparseArchZCH": "hashed ids are not served",
     "torchrec.distributed.test_utils.test_model_parallel": "tests of TorchRec's own engine",
