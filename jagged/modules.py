@@ -72,6 +72,8 @@ class KTRegroupAsDict(OneNode, torch.nn.Module, CacheMixin):
         self._groups = [list(group) for group in groups]
         self._keys = check_keys(keys)
         self._dtype = None if emb_dtype is None else _dtype_of(emb_dtype)
+        # a call that every step would pay for
+        self._casts = self._dtype is not None or type(self).embedding_cast is not KTRegroupAsDict.embedding_cast
         self._columns: list[Columns] = []
         self._plan: RegroupPlan | None = None
 
@@ -86,7 +88,9 @@ class KTRegroupAsDict(OneNode, torch.nn.Module, CacheMixin):
             plan = plan_of(keyed_tensors, self._groups)
             if not torch.compiler.is_compiling():
                 self._columns, self._plan = columns, plan
-        grouped = self.embedding_cast(regroup_by(plan, keyed_tensors))
+        grouped = regroup_by(plan, keyed_tensors)
+        if self._casts:
+            grouped = self.embedding_cast(grouped)
         return dict(zip(self._keys, grouped, strict=True))
 
     def embedding_cast(self, embs: list[Tensor]) -> list[Tensor]:

@@ -55,6 +55,7 @@ from shardwise.embeddings.managed_collision import (
 )
 from shardwise.embeddings.optim.fbgemm_types import CacheAlgorithm, MultiPassPrefetchConfig
 from shardwise.embeddings.optim.keyed_optimizer import KeyedOptimizerWrapper
+from shardwise.embeddings.torchrec.jagged_outputs import SequenceVBEContext
 from shardwise.inference import BatchingMetadata, QualNameMetadata
 from shardwise.migration.torchrec_names import TABLE
 from shardwise.planner import Skew
@@ -70,6 +71,7 @@ from shardwise.sharding.pipeline import arguments
 from shardwise.sharding.pipeline.accumulation import AccumulatingOptimizer, GradientAccumulationConfig
 from shardwise.sharding.pipeline.staged import PipelineStage
 from shardwise.sharding.quant.inspect import WeightSpec
+from shardwise.sharding.testing.model_input import ModelInput
 from shardwise.sharding.torchrec.bucketize import ShardingBucketMetadata
 from shardwise.sharding.torchrec.fused_params import KeyValueParams
 
@@ -430,6 +432,7 @@ RECORDS: tuple[type, ...] = (
     arguments.TrainPipelineContext, arguments.ArgInfo, arguments.CallArgs, arguments.DictArgInfoStep,
     arguments.GetAttrArgInfoStep, arguments.GetItemArgInfoStep, arguments.ListArgInfoStep, arguments.NoopArgInfoStep,
     arguments.PostprocArgInfoStep, arguments.ScalarArgInfoStep, QuantizedCommCodecs, ShardingBucketMetadata,
+    ModelInput, SequenceVBEContext,
 )  # fmt: skip
 
 
