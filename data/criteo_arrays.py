@@ -21,24 +21,31 @@ from torch.utils.data import IterableDataset
 
 from shardwise.jagged import KeyedJaggedTensor
 
+from . import criteo_preprocess
 from .batch import Batch
 from .criteo import CAT_FEATURE_COUNT, DEFAULT_CAT_NAMES
+from .paths import PATH_MANAGER_KEY, local_path
 from .source import check_split
-
-# TorchRec opens files through iopath under this key; here paths are paths, and the key is taken for its programs' sake
-PATH_MANAGER_KEY = "torchrec"
 
 Array: TypeAlias = npt.NDArray[np.generic]
 _STAGES = ("train", "val", "test")
 
 
 class BinaryCriteoUtils:
-    """Reading pieces of .npy files, by TorchRec's names: which rows of which files a rank has, and those rows."""
+    """Making .npy files and reading pieces of them, by TorchRec's names.
+
+    `path_manager_key` counts in programs that use iopath: shardwise.data.paths.
+    """
+
+    tsv_to_npys = staticmethod(criteo_preprocess.tsv_to_npys)
+    sparse_to_contiguous = staticmethod(criteo_preprocess.sparse_to_contiguous)
+    shuffle = staticmethod(criteo_preprocess.shuffle)
 
     @staticmethod
     def get_shape_from_npy(path: str | os.PathLike[str], path_manager_key: str = PATH_MANAGER_KEY) -> tuple[int, ...]:
         """The shape of the array in a file, of which only the header is read."""
-        return tuple(np.load(path, mmap_mode="r", allow_pickle=False).shape)
+        place = local_path(path, path_manager_key=path_manager_key)
+        return tuple(np.load(place, mmap_mode="r", allow_pickle=False).shape)
 
     @staticmethod
     def get_file_row_ranges_and_remainder(
@@ -75,7 +82,7 @@ class BinaryCriteoUtils:
         Raises:
             ValueError: the array has another number of dims, or not these rows.
         """
-        rows = np.load(fname, mmap_mode="r", allow_pickle=False)
+        rows = np.load(local_path(fname, path_manager_key=path_manager_key), mmap_mode="r", allow_pickle=False)
         if rows.ndim != 2:
             raise ValueError(f"Cannot load range for npy with ndim != 2: {fname} has shape {rows.shape}")
         if not 0 <= start_row < len(rows):
@@ -105,7 +112,7 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         shuffle_training_set_random_seed: of both, so that epochs of another object are the same.
         mmap_mode: leave the files where they are and read a batch at a time.
         hashes: rows of each of the 26 tables; ids are taken modulo them.
-        path_manager_key: not used, since paths are paths.
+        path_manager_key: of iopath's manager, in programs that use iopath.
 
     Raises:
         ValueError: an unknown stage, numbers of files or rows that differ, or not 26 hashes.
@@ -173,7 +180,8 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
             )
         mixed = self.shuffle_training_set and self.stage == "train"
         mode: Literal["r"] | None = "r" if self.mmap_mode or mixed else None
-        arrays = [[np.load(path, mmap_mode=mode, allow_pickle=False) for path in paths] for paths in groups]
+        places = [[local_path(path, path_manager_key=self.path_manager_key) for path in paths] for paths in groups]
+        arrays = [[np.load(place, mmap_mode=mode, allow_pickle=False) for place in paths] for paths in places]
         for paths, day in zip(zip(*groups, strict=True), zip(*arrays, strict=True), strict=True):
             if len({len(rows) for rows in day}) != 1:
                 raise ValueError(f"{', '.join(map(str, paths))} have {', '.join(str(len(rows)) for rows in day)} rows")

@@ -25,20 +25,28 @@ class _Part(IterDataPipe[T]):
                 yield sample
 
 
+def train_filter(key_fn: Callable[[int], int], train_perc: float, decimal_places: int, idx: int) -> bool:
+    """Whether sample `idx` is to train on: of every 10**decimal_places of `key_fn(idx)` the first `train_perc` are."""
+    of: int = 10**decimal_places
+    return key_fn(idx) % of < round(train_perc * of)
+
+
+def val_filter(key_fn: Callable[[int], int], train_perc: float, decimal_places: int, idx: int) -> bool:
+    """Whether sample `idx` is to validate on: where `train_filter` says that it is not to train on."""
+    return not train_filter(key_fn, train_perc, decimal_places, idx)
+
+
 class _ByNumber:
     """Chooses a sample by its number; a class, so that it can be pickled for a loader's workers."""
 
     def __init__(self, train_perc: float, decimal_places: int, key_fn: Callable[[int], int] | None) -> None:
-        self._of: int = 10**decimal_places
-        self._below: int = round(train_perc * self._of)
-        self._key_fn = key_fn
+        self._train_perc, self._decimal_places, self._key_fn = train_perc, decimal_places, key_fn
 
     def __call__(self) -> Callable[[int], bool]:
         return self._is_chosen
 
     def _is_chosen(self, number: int) -> bool:
-        key = number if self._key_fn is None else self._key_fn(number)
-        return key % self._of < self._below
+        return train_filter(self._key_fn or int, self._train_perc, self._decimal_places, number)
 
 
 class _ByChance:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import sys
 from collections.abc import Sequence
 from enum import Enum
@@ -38,7 +39,15 @@ class ComputeJTDictToKJT(torch.nn.Module):
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
-class KTRegroupAsDict(OneNode, torch.nn.Module):
+class CacheMixin(abc.ABC):
+    """A module that keeps what it worked out from its inputs, and forgets it on request."""
+
+    @abc.abstractmethod
+    def clear_cache(self) -> None:
+        """Forget it."""
+
+
+class KTRegroupAsDict(OneNode, torch.nn.Module, CacheMixin):
     """`KeyedTensor.regroup_as_dict` as a module: `groups` of keys, and for each the key of its output.
 
     How the columns move is worked out at the first call and again when the inputs' keys or widths change. `emb_dtype`,
@@ -63,6 +72,8 @@ class KTRegroupAsDict(OneNode, torch.nn.Module):
         self._groups = [list(group) for group in groups]
         self._keys = check_keys(keys)
         self._dtype = None if emb_dtype is None else _dtype_of(emb_dtype)
+        # a call that every step would pay for
+        self._casts = self._dtype is not None or type(self).embedding_cast is not KTRegroupAsDict.embedding_cast
         self._columns: list[Columns] = []
         self._plan: RegroupPlan | None = None
 
@@ -78,9 +89,13 @@ class KTRegroupAsDict(OneNode, torch.nn.Module):
             if not torch.compiler.is_compiling():
                 self._columns, self._plan = columns, plan
         grouped = regroup_by(plan, keyed_tensors)
-        if self._dtype is not None:
-            grouped = [tensor.to(self._dtype) for tensor in grouped]
+        if self._casts:
+            grouped = self.embedding_cast(grouped)
         return dict(zip(self._keys, grouped, strict=True))
+
+    def embedding_cast(self, embs: list[Tensor]) -> list[Tensor]:
+        """The tensors in `emb_dtype`; as they are without one. A subclass may cast in another way."""
+        return embs if self._dtype is None else [emb.to(self._dtype) for emb in embs]
 
     def clear_cache(self) -> None:
         """Forget how columns move; nothing needs this, since other inputs are noticed."""

@@ -8,6 +8,8 @@ Shapes: JaggedTensors and a KeyedJaggedTensor of N ids; a weight for each positi
 
 from __future__ import annotations
 
+import abc
+
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
@@ -19,7 +21,23 @@ from ..tables.variable_batch import is_readable, on_device, select_rows
 from .feature_processors import PositionWeightedModuleCollection, weigh_by_position, with_weights
 
 
-class PositionWeightedModule(OneNode, nn.Module):
+class BaseFeatureProcessor(OneNode, nn.Module, abc.ABC):
+    """A transform of several features: `forward` takes a dict of JaggedTensors by feature and returns another."""
+
+    @abc.abstractmethod
+    def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """The features as their lookups are to see them."""
+
+
+class BaseGroupedFeatureProcessor(OneNode, nn.Module, abc.ABC):
+    """A transform of a whole batch: `forward` takes a KeyedJaggedTensor and returns another."""
+
+    @abc.abstractmethod
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The batch as the lookups are to see it."""
+
+
+class PositionWeightedModule(BaseFeatureProcessor):
     """Weighs the ids of the features in `max_feature_lengths` by their place in the bag: dict -> dict.
 
     Other features pass as they are. State: `position_weights.<feature>` [maximum], at first all 1.
@@ -51,7 +69,7 @@ class PositionWeightedModule(OneNode, nn.Module):
         return {**features, **weighed}
 
 
-class PositionWeightedProcessor(PositionWeightedModuleCollection):
+class PositionWeightedProcessor(PositionWeightedModuleCollection, BaseGroupedFeatureProcessor):
     """Weighs the ids of the features in `max_feature_lengths` and keeps those alone; a batch without any is unchanged.
 
     Weights that the batch has already are positions: of ids whose bags were cut apart before, by row-wise sharding say.

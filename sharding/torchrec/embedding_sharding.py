@@ -23,6 +23,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 
 from shardwise.embeddings import PoolingType
+from shardwise.embeddings.collections.position_weights import BaseGroupedFeatureProcessor
 from shardwise.embeddings.config import EmbeddingTableConfig, data_type_to_dtype, embedding_names_by_table
 from shardwise.embeddings.optim.optimizers import optimizer_of
 from shardwise.jagged import KeyedJaggedTensor, Multistreamable
@@ -33,7 +34,6 @@ from ..plan.plan import EmbeddingComputeKernel, ParameterSharding, ShardingType
 from .dist_data import KJTAllToAllTensorsAwaitable
 from .embedding_types import (
     BaseEmbeddingLookup,
-    BaseGroupedFeatureProcessor,
     FeatureShardingMixIn,
     GroupedEmbeddingConfig,
     KJTList,

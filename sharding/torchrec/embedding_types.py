@@ -220,14 +220,6 @@ class BaseEmbeddingLookup(nn.Module, abc.ABC, Generic[F, T]):
         """The rows, pooled or one for each id."""
 
 
-class BaseGroupedFeatureProcessor(nn.Module, abc.ABC):
-    """What changes a group's batch where its tables are, before it is looked up."""
-
-    @abc.abstractmethod
-    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The batch as it is looked up."""
-
-
 class FeatureShardingMixIn:
     """The features of a way of sharding; a subclass says them."""
 

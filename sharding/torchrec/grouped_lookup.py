@@ -22,6 +22,7 @@ from shardwise.embeddings import (
     PoolingType,
     apply_optimizer_in_backward,
 )
+from shardwise.embeddings.collections.position_weights import BaseGroupedFeatureProcessor
 from shardwise.embeddings.optim.fbgemm_types import PoolingMode, pooling_type_to_pooling_mode
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged._combine import like
@@ -32,7 +33,6 @@ from ..modules.fused_params import settings_from
 from ..plan.plan import EmbeddingComputeKernel, ShardingType
 from .embedding_types import (
     BaseEmbeddingLookup,
-    BaseGroupedFeatureProcessor,
     GroupedEmbeddingConfig,
     ShardedEmbeddingTable,
 )

@@ -26,15 +26,13 @@ _ONE_STEP = (
 # a module or a name of TorchRec, and all below it -> why it is not here, and what to use
 HINTS: Mapping[str, str] = {
     "fbgemm_gpu": _FBGEMM_KERNELS,
-    "torchrec.datasets.criteo": "shardwise.data.Criteo reads its files",
-    "torchrec.datasets.movielens": "shardwise.data.MovieLens reads its files",
     "torchrec.distributed.batched_embedding_kernel": _HOST_TIERS,
     "torchrec.distributed.embedding_dim_bucketer": _HOST_TIERS,
     "torchrec.distributed.embedding_sharding.FusedKJTListSplitsAwaitable": _SIZES,
     "torchrec.distributed.embedding_sharding.KJTListSplitsAwaitable": _SIZES,
     "torchrec.distributed.embedding_sharding.KJTSplitsAllToAllMeta": _SIZES,
     "torchrec.distributed.model_tracker": "changed ids are not tracked",
-    "torchrec.distributed.test_utils": "tests/support/ranks.py of shardwise's repository spawns ranks for tests",
+    "torchrec.distributed.test_utils": "what TorchRec tests itself with is served as far as programs' own tests use it",
     "torchrec.distributed.train_pipeline.backward_injection": (
         "work between two parts of a backward is a hook of the tensor there: torch.Tensor.register_hook"
     ),
@@ -66,6 +64,14 @@ HINTS: Mapping[str, str] = {
         "GroupedPooledEmbeddingsLookup and GroupedEmbeddingsLookup train; shardwise.quant serves quantized tables"
     ),
     "torchrec.distributed.sharding": _ONE_STEP,
+    "torchrec.datasets.test_utils": "it makes files for TorchRec's own tests",
+    "torchrec.distributed.benchmark": "shardwise perf measures; TorchRec's benchmarks are programs of its own",
+    "torchrec.distributed.test_utils.model_input": "test_model.ModelInput beside it makes batches",
+    "torchrec.distributed.test_utils.infer_utils": "shardwise.inference shards and serves quantized models",
+    "torchrec.distributed.test_utils.test_model.TestEBCSparseArchZCH": "hashed ids are not served",
+    "torchrec.distributed.test_utils.test_model_parallel": "tests of TorchRec's own engine",
+    "torchrec.distributed.test_utils.test_model_parallel_base": "tests of TorchRec's own engine",
+    "torchrec.modules.utils.make_hash_zch_buckets_non_persistent": "hashed ids are not served",
 }
 
 _CODECS = "shardwise.QCommsConfig, which compresses what ranks exchange"

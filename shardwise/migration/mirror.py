@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from .._installed import installed_fbgemm
@@ -164,6 +164,9 @@ class Finder(MetaPathFinder, Loader):
         if original is None:
             return None
         if original not in MODULES:
+            parent, _, last = original.rpartition(".")
+            if last == "__main__" and "main" in _NAMES.get(parent, {}):
+                return ModuleSpec(fullname, self, origin=__file__)
             TAKEN.add(original)
             # raised here and without a name, or `from module import name` says it in other words
             raise ModuleNotFoundError(advice(original))
@@ -184,6 +187,11 @@ class Finder(MetaPathFinder, Loader):
         """Names are looked up at first use; ops of FBGEMM are there once either root is, as its own would be."""
         if module.__name__ in ("torchrec", "fbgemm_gpu"):
             import_module("shardwise.fbgemm")
+
+    def get_code(self, fullname: str) -> CodeType:
+        """What `python -m` runs of a script of theirs: its `main`."""
+        script = fullname.removesuffix(".__main__")
+        return compile(f"import sys\nfrom {script} import main\nmain(sys.argv[1:])\n", f"<{script}>", "exec")
 
     def _original_name(self, fullname: str) -> str | None:
         for root, original in self.roots.items():

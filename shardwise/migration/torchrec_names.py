@@ -85,8 +85,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "torchrec.distributed.embedding_types": {
+        "torchrec.modules.feature_processor": "BaseGroupedFeatureProcessor",
         "shardwise.sharding.torchrec.embedding_types": (
-            "BaseEmbeddingLookup BaseGroupedFeatureProcessor DTensorMetadata EmbeddingAttributes "
+            "BaseEmbeddingLookup DTensorMetadata EmbeddingAttributes "
             "FeatureShardingMixIn GroupedEmbeddingConfig InputDistOutputs KJTList ListOfKJTList ModuleShardingMixIn "
             "ShardedConfig ShardedEmbeddingModule ShardedEmbeddingTable ShardedMetaConfig "
             "compute_kernel_to_embedding_location"
@@ -403,6 +404,39 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "torchrec.distributed.mc_embeddingbag": "ManagedCollisionEmbeddingBagCollectionSharder",
         "torchrec.distributed.mc_embedding": "ManagedCollisionEmbeddingCollectionSharder",
     },
+    "torchrec.distributed.test_utils.emb_sharder": {
+        "shardwise.sharding.testing.one_way_sharders": (
+            "TestEBCSharder TestEBCSharderMCH TestEBSharder TestECSharder TestETCSharder TestETSharder "
+            "TestFusedEBCSharder TestFusedECSharder TestMCSharder"
+        ),
+    },
+    "torchrec.distributed.test_utils.multi_process": {
+        "shardwise.sharding.testing.processes": "MultiProcessContext MultiProcessTestBase run_multi_process_func",
+        "torchrec.test_utils": "get_free_port init_distributed_single_host seed_and_log",
+    },
+    "torchrec.distributed.test_utils.process_runner": {
+        "shardwise.sharding.testing.processes": (
+            "REQUIRED_ENV_VARS SingleProcessContext check_required_env_vars run_local_multi_process_func "
+            "run_single_process_func"
+        ),
+    },
+    "torchrec.distributed.test_utils.test_model": {
+        "shardwise.sharding.testing.model_input": "ModelInput",
+        "shardwise.sharding.testing.sparse_model": (
+            "DENSE_LAYER_OUT_SIZE OVER_ARCH_OUT_SIZE TestDHNArch TestDenseArch TestEBCSparseArch TestNegSamplingModule "
+            "TestOverArch TestOverArchRegroupModule TestPositionWeightedPreprocModule TestSparseNN TestSparseNNBase "
+            "TestTowerCollectionSparseNN TestTowerInteraction TestTowerSparseNN"
+        ),
+        # where they were before 1.8
+        "torchrec.distributed.test_utils.emb_sharder": (
+            "TestEBCSharder TestEBCSharderMCH TestEBSharder TestECSharder TestETCSharder TestETSharder "
+            "TestFusedEBCSharder TestFusedECSharder TestMCSharder"
+        ),
+    },
+    "torchrec.distributed.test_utils.test_sharding": {
+        "shardwise.sharding.testing.one_way_sharders": "SharderType create_test_sharder",
+        "shardwise.sharding.testing.state": "copy_state_dict",
+    },
     "torchrec.distributed.train_pipeline": {
         "torchrec.distributed.train_pipeline.train_pipelines": (
             "EvalPipelineSparseDist PrefetchTrainPipelineSparseDist StagedTrainPipeline TorchCompileConfig "
@@ -513,6 +547,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.datasets.criteo": {
         "shardwise.data.criteo_arrays": "BinaryCriteoUtils InMemoryBinaryCriteoIterDataPipe",
+        "shardwise.data.torchrec.criteo_lines": (
+            "COLUMN_TYPE_CASTERS CriteoIterDataPipe criteo_kaggle criteo_terabyte"
+        ),
+        "torchrec.datasets.utils": "Batch LoadFiles PATH_MANAGER_KEY ReadLinesFromCSV safe_cast",
         "shardwise.data.criteo": (
             "CAT_FEATURE_COUNT DAYS DEFAULT_CAT_NAMES DEFAULT_COLUMN_NAMES DEFAULT_INT_NAMES DEFAULT_LABEL_NAME "
             "FREQUENCY_THRESHOLD INT_FEATURE_COUNT TOTAL_TRAINING_SAMPLES"
@@ -523,13 +561,26 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "DEFAULT_COLUMN_NAMES DEFAULT_MOVIES_COLUMN_NAMES DEFAULT_RATINGS_COLUMN_NAMES MOVIES_FILENAME "
             "RATINGS_FILENAME"
         ),
+        "shardwise.data.torchrec.movielens_lines": "COLUMN_TYPE_CASTERS movielens_20m movielens_25m",
     },
     "torchrec.datasets.random": {
         "shardwise.data": "RandomRecDataset",
+        "shardwise.data.random_batches": "_RandomRecBatch=RandomBatches",
+    },
+    "torchrec.datasets.scripts.contiguous_preproc_criteo": {
+        "shardwise.data.torchrec.criteo_scripts": "main=contiguous_main",
+    },
+    "torchrec.datasets.scripts.npy_preproc_criteo": {
+        "shardwise.data.torchrec.criteo_scripts": "main=npy_main",
+    },
+    "torchrec.datasets.scripts.shuffle_preproc_criteo": {
+        "shardwise.data.torchrec.criteo_scripts": "main=shuffle_main",
     },
     "torchrec.datasets.utils": {
         "shardwise.data": "Batch idx_split_train_val rand_split_train_val",
-        "shardwise.data.criteo_arrays": "PATH_MANAGER_KEY",
+        "shardwise.data.paths": "PATH_MANAGER_KEY",
+        "shardwise.data.splits": "train_filter val_filter",
+        "shardwise.data.torchrec.pipes": "Limit LoadFiles ParallelReadConcat ReadLinesFromCSV safe_cast",
     },
     "torchrec.fx": {
         "torchrec.fx.tracer": "Tracer symbolic_trace",
@@ -595,17 +646,22 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "shardwise.embeddings.optim.fbgemm_types": (
             "data_type_to_sparse_type pooling_type_to_pooling_mode pooling_type_to_str"
         ),
+        "shardwise.sharding.plan.plan": "ShardingType",
     },
     "torchrec.modules.embedding_modules": {
         "shardwise.embeddings": (
-            "EmbeddingBagCollection EmbeddingBagCollectionInterface EmbeddingCollection EmbeddingCollectionInterface"
+            "EmbeddingBagCollection EmbeddingBagCollectionInterface EmbeddingCollection EmbeddingCollectionInterface "
+            "get_embedding_names_by_table=embedding_names_by_table"
         ),
+        "shardwise.embeddings.torchrec.pooled_outputs": "process_pooled_embeddings reorder_inverse_indices",
     },
     "torchrec.modules.embedding_tower": {
         "shardwise.embeddings": "EmbeddingTower EmbeddingTowerCollection tower_input_params",
     },
     "torchrec.modules.feature_processor": {
-        "shardwise.embeddings.collections.position_weights": "PositionWeightedModule",
+        "shardwise.embeddings.collections.position_weights": (
+            "BaseFeatureProcessor BaseGroupedFeatureProcessor PositionWeightedModule"
+        ),
         "shardwise.embeddings": "PositionWeightedProcessor",
     },
     "torchrec.modules.feature_processor_": {
@@ -662,12 +718,22 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "torchrec.modules.regroup": {
         "shardwise.jagged": "KTRegroupAsDict",
+        "shardwise.fbgemm.regroup_module": "PermuteMultiEmbedding",
     },
     "torchrec.modules.tensor_pool": {
         "shardwise.embeddings.pools": "TensorPool",
     },
     "torchrec.modules.utils": {
         "shardwise.embeddings.pools": "deterministic_dedup",
+        "shardwise.embeddings.torchrec.dense_modules": (
+            "check_module_output_dimension construct_modulelist_from_single_module "
+            "convert_list_of_modules_to_modulelist extract_module_or_tensor_callable get_module_output_dimension "
+            "init_mlp_weights_xavier_uniform"
+        ),
+        "shardwise.embeddings.torchrec.jagged_outputs": (
+            "SequenceVBEContext construct_jagged_tensors construct_jagged_tensors_inference "
+            "jagged_index_select_with_empty reset_module_states_post_sharding"
+        ),
     },
     "torchrec.modules.sorted_index_select": {
         "shardwise.embeddings.collections.sorted_select": "maybe_sorted_index_select sorted_index_select",
@@ -745,6 +811,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
             "jt_is_equal kjt_is_equal permute_multi_embedding regroup_kts unflatten_kjt_list"
         ),
     },
+    "torchrec.schema.utils": {
+        "shardwise.migration.signatures": "is_signature_compatible",
+    },
     "torchrec.sparse.jagged_tensor_validator": {
         "shardwise.jagged": "validate_keyed_jagged_tensor",
     },
@@ -754,9 +823,16 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "torchrec.streamable": {
         "shardwise.jagged": "Multistreamable Pipelineable",
     },
+    "torchrec.test_utils": {
+        "shardwise.sharding.testing.environment": (
+            "assert_state_buffers_parameters_equal cuda_device_count get_free_port get_state_buffers_parameters "
+            "init_distributed_single_host is_asan is_asan_or_tsan is_tsan seed_and_log skip_if_asan skip_if_asan_class"
+        ),
+    },
     "torchrec.types": {
         "shardwise.embeddings": "DataType",
         "shardwise.sharding.dmp.unwrap": "CopyMixIn ModuleCopyMixin ModuleNoCopyMixin",
+        "shardwise.jagged.modules": "CacheMixin",
     },
 }
 

@@ -58,7 +58,9 @@ def never_runs(test: ast.FunctionDef) -> bool:
 def test_every_feature_has_a_row() -> None:
     assert [row.number for row in rows()] == list(range(1, sum(LEVELS.values()) + 1))
     assert Counter(row.level for row in rows()) == LEVELS
-    assert {row.number for row in rows() if row.level == "meta"} == {row.number for row in rows() if row.state == "Meta"}
+    assert {row.number for row in rows() if row.level == "meta"} == {
+        row.number for row in rows() if row.state == "Meta"
+    }
 
 
 def test_the_sentence_counts_the_rows() -> None:

@@ -66,6 +66,7 @@ LAZY_PAIRS = {("perf", "shardwise")}
 # room -> the rooms of the same folder that it may import; a room is a folder, and the face of a top folder (which may
 # show all that lies below it, and which nothing below it imports) is one by itself
 ROOMS: dict[str, set[str]] = {
+    "data/torchrec": {"data"},
     "embeddings/collections": {"embeddings", "embeddings/optim", "embeddings/tables"},
     "embeddings/managed_collision": {"embeddings", "embeddings/collections", "embeddings/tables"},
     "embeddings/optim": {"embeddings", "embeddings/tables"},
@@ -73,6 +74,7 @@ ROOMS: dict[str, set[str]] = {
     "embeddings/pruning": {"embeddings", "embeddings/collections"},
     "embeddings/quant": {"embeddings", "embeddings/collections", "embeddings/managed_collision", "embeddings/tables"},
     "embeddings/tables": {"embeddings"},
+    "embeddings/torchrec": {"embeddings/tables"},
     "fbgemm/tables": {"fbgemm"},
     "jagged/compiled": {"jagged"},
     "kernels/cpu": {"kernels"},
@@ -129,6 +131,7 @@ ROOMS: dict[str, set[str]] = {
     "sharding/planning": {"sharding/comms", "sharding/modules", "sharding/plan", "sharding/quant"},
     "sharding/pools": {"sharding/comms", "sharding/engine", "sharding/plan"},
     "sharding/quant": {"sharding/comms", "sharding/plan"},
+    "sharding/testing": {"sharding/comms", "sharding/dmp", "sharding/modules", "sharding/plan"},
     "sharding/torchrec": {"sharding/comms", "sharding/engine", "sharding/modules", "sharding/plan", "sharding/quant"},
     "shardwise/__main__.py": {"shardwise/cli"},
     "shardwise/cli": {"shardwise/checkpoint.py", "shardwise/migration"},

@@ -56,6 +56,7 @@ from shardwise.embeddings.managed_collision import (
 )
 from shardwise.embeddings.optim.fbgemm_types import CacheAlgorithm, MultiPassPrefetchConfig
 from shardwise.embeddings.optim.keyed_optimizer import KeyedOptimizerWrapper
+from shardwise.embeddings.torchrec.jagged_outputs import SequenceVBEContext
 from shardwise.inference import BatchingMetadata, QualNameMetadata
 from shardwise.migration.torchrec_names import TABLE
 from shardwise.planner import Skew
@@ -71,6 +72,7 @@ from shardwise.sharding.pipeline import arguments
 from shardwise.sharding.pipeline.accumulation import AccumulatingOptimizer, GradientAccumulationConfig
 from shardwise.sharding.pipeline.staged import PipelineStage
 from shardwise.sharding.quant.inspect import WeightSpec
+from shardwise.sharding.testing.model_input import ModelInput
 from shardwise.sharding.torchrec import embedding_sharding, embedding_types
 from shardwise.sharding.torchrec.bucketize import ShardingBucketMetadata
 from shardwise.sharding.torchrec.embedding_types import ShardedEmbeddingTable
@@ -450,6 +452,7 @@ RECORDS: tuple[type, ...] = (
     embedding_types.DTensorMetadata, embedding_types.EmbeddingAttributes, embedding_types.GroupedEmbeddingConfig,
     embedding_types.InputDistOutputs, embedding_types.ShardedConfig, embedding_types.ShardedMetaConfig,
     embedding_sharding.EmbeddingShardingContext, embedding_sharding.EmbeddingShardingInfo, ShardedTensorMetadata,
+    ModelInput, SequenceVBEContext,
 )  # fmt: skip
 
 

@@ -54,9 +54,7 @@ assert tuple(shape) == (4, 13)
 parts = [[str(arrays / f"day_{day}_{part}.npy") for day in range(2)] for part in ("dense", "sparse", "labels")]
 seen = 0
 for rank in range(2):
-    stage = InMemoryBinaryCriteoIterDataPipe(
-        "train", *parts, batch_size=2, rank=rank, world_size=2, hashes=[100] * 26
-    )
+    stage = InMemoryBinaryCriteoIterDataPipe("train", *parts, batch_size=2, rank=rank, world_size=2, hashes=[100] * 26)
     for batch in stage:
         assert isinstance(batch, Batch) and batch.sparse_features.keys() == DEFAULT_CAT_NAMES
         seen += len(batch.labels)

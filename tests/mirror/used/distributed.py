@@ -155,7 +155,9 @@ assert isinstance(spec, EnumerableShardingSpec) and isinstance(spec.shards[0], S
 sharded_rows = DistributedModelParallel(rows(), env=env, device=cpu, sharders=[EmbeddingCollectionSharder()])
 assert isinstance(sharded_rows.module, ShardedEmbeddingCollection)
 assert torch.equal(sharded_rows(features)["item"].values(), rows()(features)["item"].values())
-single = DistributedModelParallel(torch.nn.EmbeddingBag(6, 8, mode="sum"), env=env, device=cpu, sharders=[EmbeddingBagSharder()])
+single = DistributedModelParallel(
+    torch.nn.EmbeddingBag(6, 8, mode="sum"), env=env, device=cpu, sharders=[EmbeddingBagSharder()]
+)
 assert single(torch.tensor([1, 2]), torch.tensor([0])).shape == (1, 8)
 
 # every module that is sharded by default, and the others with their sharders
@@ -284,7 +286,10 @@ replicas = DMPCollection(
 )  # fmt: skip
 replicas.sync()
 assert torch.equal(replicas(features).values(), expected.values())
-assert DMPCollectionConfig(module=EmbeddingBagCollection, plan=ShardingPlan({}), sharding_group_size=1).sharding_group_size == 1
+assert (
+    DMPCollectionConfig(module=EmbeddingBagCollection, plan=ShardingPlan({}), sharding_group_size=1).sharding_group_size
+    == 1
+)
 
 # exchanges and what compresses them
 config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)

@@ -54,7 +54,9 @@ assert projecting(torch.randn(3, 8), sparse).shape[0] == 3
 
 for other in (
     DLRM_DCN(tables(), 4, [8], [5, 1], dcn_num_layers=2, dcn_low_rank_dim=3),
-    DLRM_Projection(tables(), 4, [8], [5, 1], interaction_branch1_layer_sizes=[16], interaction_branch2_layer_sizes=[16]),
+    DLRM_Projection(
+        tables(), 4, [8], [5, 1], interaction_branch1_layer_sizes=[16], interaction_branch2_layer_sizes=[16]
+    ),
 ):
     assert other(batch.dense_features, batch.sparse_features).shape == (3, 1)
 
@@ -76,9 +78,7 @@ assert wrapped(model_input)[0].ndim == 0 and wrapped.eval()(model_input).numel()
 
 # DeepFM
 assert FMDense(4, 6, 8)(batch.dense_features).shape == (3, 8)
-deep = SimpleDeepFMNN(
-    num_dense_features=4, embedding_bag_collection=tables(), hidden_layer_size=6, deep_fm_dimension=5
-)
+deep = SimpleDeepFMNN(num_dense_features=4, embedding_bag_collection=tables(), hidden_layer_size=6, deep_fm_dimension=5)
 out = deep(dense_features=batch.dense_features, sparse_features=batch.sparse_features)
 assert out.shape == (3, 1) and bool(((out > 0) & (out < 1)).all())
 interaction = FMInteractionArch(24, sparse_feature_names=names, deep_fm_dimension=5)

@@ -131,7 +131,9 @@ weight, bias = crossed.kernels[0], crossed.bias[0]
 assert torch.allclose(crossed(x), x * (x @ weight.T + bias.T) + x, atol=1e-6)
 for net in (LowRankCrossNet(6, 2), VectorCrossNet(6, 2), LowRankMixtureCrossNet(6, 2, num_experts=2)):
     assert net(x).shape == x.shape
-    assert all(grad is not None for grad in torch.autograd.grad(net(x).sum(), list(net.parameters()), allow_unused=True)[:1])
+    assert all(
+        grad is not None for grad in torch.autograd.grad(net(x).sum(), list(net.parameters()), allow_unused=True)[:1]
+    )
 a, b = torch.randn(5, 6), torch.randn(5, 6)
 every = torch.cat([a, b], 1)
 pairs = torch.stack([every[:, i] * every[:, j] for i in range(12) for j in range(i)], 1)

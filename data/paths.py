@@ -1,0 +1,39 @@
+"""Files by path, or by a name that a program has taught iopath to open.
+
+TorchRec opens its data through iopath's `PathManager` of a key. Programs that register handlers of their own (for
+`s3://...`, say) have imported iopath; then, and only then, it opens the files here too. Otherwise a path is a path.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import IO, Any, cast
+
+# the key of TorchRec's path manager
+PATH_MANAGER_KEY = "torchrec"
+
+
+def open_path(
+    path: str | os.PathLike[str], mode: str = "r", *, path_manager_key: str = PATH_MANAGER_KEY, **open_kw: Any
+) -> IO[Any]:
+    """The opened file; `open_kw` are arguments of `open`. Text is UTF-8 unless they say otherwise."""
+    manager = _path_manager(path_manager_key)
+    if manager is not None:
+        return cast(IO[Any], manager.open(os.fspath(path), mode, **open_kw))
+    if "b" not in mode:
+        # newline="": the csv module wants line ends untouched
+        open_kw = {"encoding": "utf-8", "newline": "", **open_kw}
+    return open(path, mode, **open_kw)
+
+
+def local_path(path: str | os.PathLike[str], *, path_manager_key: str = PATH_MANAGER_KEY) -> str:
+    """Where the file lies on this machine, fetched there first if iopath has to."""
+    manager = _path_manager(path_manager_key)
+    return os.fspath(path) if manager is None else str(manager.get_local_path(os.fspath(path)))
+
+
+def _path_manager(key: str) -> Any:
+    """iopath's manager of that key, in programs that use iopath."""
+    iopath = sys.modules.get("iopath.common.file_io")
+    return None if iopath is None else iopath.PathManagerFactory().get(key)

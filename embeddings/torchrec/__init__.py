@@ -1,0 +1,1 @@
+"""Functions of TorchRec's that its programs call around collections of tables."""
