@@ -139,10 +139,10 @@ def evaluates(prefetch: bool) -> tuple[bool, bool, list[int]]:
     number = [0]
     look_up, collection = model.module.pooled.look_up, model.module.pooled
 
-    def counted(step: Any) -> None:
+    def counted(step: Any, *, all_tables: bool = False) -> None:
         if step.phase < 3:
             log.append(number[0])
-        look_up(step)
+        look_up(step, all_tables=all_tables)
 
     collection.look_up = counted
     model.module.register_forward_hook(lambda *_: number.__setitem__(0, number[0] + 1))
