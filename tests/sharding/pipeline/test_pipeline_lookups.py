@@ -137,7 +137,8 @@ def evaluates(prefetch: bool) -> tuple[bool, bool, list[int]]:
     model, plain = sharded("ps"), sharded("ps")
     log: list[int] = []
     number = [0]
-    look_up, collection = model.module.pooled.look_up, model.module.pooled
+    collection: Any = model.module.pooled
+    look_up = collection.look_up
 
     def counted(step: Any, *, all_tables: bool = False) -> None:
         if step.phase < 3:
