@@ -511,8 +511,17 @@ class ShardedCollection(WritableTables):
         """
         return self.shards.prefetch(dist_input)
 
-    def look_up(self, step: Step) -> None:
-        """Find the rows that were asked for and send them off; `finish` takes them. Nothing the second time."""
+    def look_up(self, step: Step, *, all_tables: bool = False) -> None:
+        """Find the rows that were asked for and send them off; `finish` takes them. Nothing the second time.
+
+        With `all_tables` also those of tables that every rank holds, which `finish` looks up itself otherwise: it then
+        sees no update that comes in between. A gradient of per-id weights is of the rows as they are in the backward.
+        """
+        if all_tables and step.dense_rows is None:
+            if self._routes.replicas:
+                with torch.no_grad():
+                    step.replicated_rows = self.shards.look_up_replicated(step, dense=False)
+            step.dense_rows = self.dense_rows(step)
         if step.phase >= LOOKED_UP:
             return
         step.trains, wire = self.training, self.wire
@@ -526,18 +535,6 @@ class ShardedCollection(WritableTables):
             step.row_sizes = wire.row_sizes(step)
             step.rows = self._exchange.rows(sent, sizes, step.row_sizes, codec=wire.codec, flag=flag)
         step.phase = LOOKED_UP
-
-    def look_up_ahead(self, step: Step) -> None:
-        """As `look_up`, and of all tables: the forward then sees no update that comes in between. All ranks together.
-
-        A gradient of per-id weights is of the rows as they are in the backward.
-        """
-        self.look_up(step)
-        if step.replicated_rows is None and self._routes.replicas:
-            with torch.no_grad():
-                step.replicated_rows = self.shards.look_up_replicated(step, dense=False)
-        if step.dense_rows is None:
-            step.dense_rows = self.dense_rows(step)
 
     def output_dist(self, ctx: StepContext, output: Step) -> LazyAwaitable[Any]:
         """The result of a batch, which waits for other ranks when it is used."""

@@ -90,8 +90,8 @@ class StagedModule(ShardedModule[S, S, Any, StepContext]):
         """Bring the rows of a batch whose ids are here into their slots; False where there is no room yet."""
 
     @abc.abstractmethod
-    def look_up(self, step: S) -> None:
-        """Find rows and send them off."""
+    def look_up(self, step: S, *, all_tables: bool = False) -> None:
+        """Find rows and send them off; `all_tables`: those of tables that every rank holds too, which need no way."""
 
     @abc.abstractmethod
     def output_dist(self, ctx: StepContext, output: S) -> Any:
@@ -114,12 +114,8 @@ class StagedModule(ShardedModule[S, S, Any, StepContext]):
 
     def compute(self, ctx: StepContext, dist_input: S) -> S:
         """Look up what all ranks asked this one for, and send the rows off."""
-        self.look_up_ahead(dist_input)
+        self.look_up(dist_input, all_tables=True)
         return dist_input
-
-    def look_up_ahead(self, step: S) -> None:
-        """As `look_up`, and of tables that every rank holds too: what follows sees no update that comes in between."""
-        self.look_up(step)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Names of parameters whose gradients are not to be reduced by anybody else."""

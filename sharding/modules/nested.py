@@ -85,15 +85,10 @@ class Nested(StagedModule[list[Any]]):
         there = [part.prefetch(of_part) for part, of_part in zip(self._parts(), dist_input, strict=True)]
         return all(there)
 
-    def look_up(self, step: list[Any]) -> None:
+    def look_up(self, step: list[Any], *, all_tables: bool = False) -> None:
         """Find rows and send them off."""
         for part, of_part in zip(self._parts(), step, strict=True):
-            part.look_up(of_part)
-
-    def look_up_ahead(self, step: list[Any]) -> None:
-        """As `look_up`, of all tables."""
-        for part, of_part in zip(self._parts(), step, strict=True):
-            part.look_up_ahead(of_part)
+            part.look_up(of_part, all_tables=all_tables)
 
     def output_dist(self, ctx: StepContext, output: list[Any]) -> Any:
         """The result, which waits for the rows of other ranks when it is used."""

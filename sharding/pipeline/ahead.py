@@ -192,8 +192,7 @@ class Ahead(Generic[In]):
             if in_step(one) is not None:
                 continue
             with torch.set_grad_enabled(one.call.grad):
-                module = one.call.module
-                (module.look_up_ahead if all_tables else module.look_up)(one.step)
+                one.call.module.look_up(one.step, all_tables=all_tables)
             if used_on is not None:
                 record_stream(one.step, used_on)
 

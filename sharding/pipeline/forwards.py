@@ -116,11 +116,9 @@ class EmbeddingPipelinedForward(BaseForward[EmbeddingTrainPipelineContext]):
 
     def _detached(self, rows: Any) -> Any:
         """Rows whose gradients end here."""
-        features: list[str | list[str]]
-        if isinstance(rows, KeyedTensor):
-            features, tensors = [list(rows.keys())], [rows.values()]
-        else:
-            features, tensors = list(rows), [jagged.values() for jagged in rows.values()]
+        is_pooled = isinstance(rows, KeyedTensor)
+        features: list[str | list[str]] = [list(rows.keys())] if is_pooled else [*rows]
+        tensors = [rows.values()] if is_pooled else [jagged.values() for jagged in rows.values()]
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         self._context.embedding_features.append(features)
         self._context.embedding_tensors.append(tensors)

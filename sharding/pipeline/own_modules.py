@@ -69,12 +69,10 @@ class OwnModule:
         """The module's own."""
         return self.module.prefetch(step.dist_input, ctx=step.context)
 
-    def look_up(self, step: StagedStep) -> None:
+    def look_up(self, step: StagedStep, *, all_tables: bool = False) -> None:
         """Call `compute_and_output_dist` ahead of the module's call, which then returns its result."""
         if step.result is None:
             step.result = self.module.compute_and_output_dist(step.context, step.dist_input)
-
-    look_up_ahead = look_up
 
     def drop(self, step: StagedStep) -> None:
         """Let a batch go that no forward will take."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from test_pipeline_semi_sync import optimizer_of, semi_sync_loop, with_a_dense_t
 from test_pipeline_weights import made
 from torch import Tensor
 
-from shardwise import PoolingType
+from shardwise import DMPCollection, PoolingType, TrainPipelineBase
 from shardwise.sharding import (
     EvalPipelineFusedSparseDist,
     PipelineStage,
@@ -137,12 +138,13 @@ def evaluates(prefetch: bool) -> tuple[bool, bool, list[int]]:
     model, plain = sharded("ps"), sharded("ps")
     log: list[int] = []
     number = [0]
-    look_up, collection = model.module.pooled.look_up, model.module.pooled
+    collection: Any = model.module.pooled
+    look_up = collection.look_up
 
-    def counted(step: Any) -> None:
+    def counted(step: Any, *, all_tables: bool = False) -> None:
         if step.phase < 3:
             log.append(number[0])
-        look_up(step)
+        look_up(step, all_tables=all_tables)
 
     collection.look_up = counted
     model.module.register_forward_hook(lambda *_: number.__setitem__(0, number[0] + 1))
@@ -299,3 +301,17 @@ def test_a_postproc_in_the_model_gives_what_was_made_ahead() -> None:
     assert torch.equal(post(batch), torch.full((1, 2), 2.0)) and not inner.training
     with NoOpStream(None) as nothing:
         assert isinstance(nothing, NoOpStream)
+
+
+def test_replicas_are_averaged_after_every_so_many_batches() -> None:
+    """By the number of the batch; what is no `DMPCollection`, or has no interval, is left alone."""
+    replicas: Any = Mock(spec=DMPCollection)
+    layer = torch.nn.Linear(1, 1)
+    pipeline: Any = TrainPipelineBase(layer, torch.optim.SGD(layer.parameters(), lr=0.1), CPU)
+    for number in range(5):
+        pipeline.sync_embeddings(replicas, 2, TrainPipelineContext(index=number))
+        pipeline.sync_embeddings(replicas, None, TrainPipelineContext(index=number))
+        pipeline.sync_embeddings(layer, 2, TrainPipelineContext(index=number))
+    assert replicas.sync.call_count == 3
+    with pytest.raises(ValueError, match="sync_embeddings counts batches by context.index"):
+        pipeline.sync_embeddings(replicas, 2)

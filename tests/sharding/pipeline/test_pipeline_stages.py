@@ -206,7 +206,8 @@ class Predicts(TrainPipelineSparseDist[Batch, Tensor]):
         batch = super()._next_batch(dataloader_iter)
         have = torch.tensor([int(batch is not None)])
         dist.all_reduce(have)
-        return replace(self.batches[0]) if batch is None and have.item() else batch
+        last: Any = self.batches[0] if self.batches else None
+        return replace(last) if batch is None and have.item() else batch
 
 
 def of_other_programs() -> tuple[int, bool, int]:
