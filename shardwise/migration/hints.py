@@ -23,6 +23,8 @@ _ONE_STEP = (
     " be made of KJTAllToAll, GroupedPooledEmbeddingsLookup and PooledEmbeddingsAllToAll"
 )
 
+_CONTEXTS = "a step keeps what it needs itself: module.create_context() gives what its stages take"
+
 # a module or a name of TorchRec, and all below it -> why it is not here, and what to use
 HINTS: Mapping[str, str] = {
     "fbgemm_gpu": _FBGEMM_KERNELS,
@@ -59,6 +61,8 @@ HINTS: Mapping[str, str] = {
         "TorchRec 1.8 has pt2_guard_or_false and pt2_guard_or_true in its place, as torch itself"
     ),
     "torchrec.distributed.embedding.create_embedding_sharding": _ONE_STEP,
+    "torchrec.distributed.embedding.EmbeddingCollectionContext": _CONTEXTS,
+    "torchrec.distributed.embeddingbag.EmbeddingBagCollectionContext": _CONTEXTS,
     "torchrec.distributed.embeddingbag.create_embedding_bag_sharding": _ONE_STEP,
     "torchrec.distributed.embedding_lookup": (
         "GroupedPooledEmbeddingsLookup and GroupedEmbeddingsLookup train; shardwise.quant serves quantized tables"
