@@ -7,7 +7,6 @@ no time for distributing input, so the part "input_comms" is 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -139,7 +138,8 @@ class TorchRecCost:
             blocks = np.array(way.widths) == width
             for rows in dict.fromkeys(way.rows):
                 where = np.ix_(blocks, np.array(way.rows) == rows)
-                perf = evaluator.compute_perf(replace(context, hash_size=rows, emb_dim=width), _AS_TORCHREC)
+                context.hash_size, context.emb_dim = rows, width
+                perf = evaluator.compute_perf(context, _AS_TORCHREC)
                 parts[(slice(None), *where)] = _parts(perf)[:, None, None]
                 storage = shard_storage(
                     way.sharding_type, machine.compute_device, machine.world_size, machine.intra_group_size, lookups,

@@ -157,8 +157,10 @@ def formula_of(config: Any, formula: str, sharding_type: str | None = None) -> C
 
 def decorated_names(config: Any) -> list[str]:
     """Names of a config's decorated methods, in alphabetical order."""
-    own = [name for name, value in vars(config).items() if hasattr(value, _MARK)]
-    return sorted({*own, *_marked(cast(Hashable, type(config)))})
+    of_class = _marked(cast(Hashable, type(config)))
+    own = [name for name, value in vars(config).items() if name[:1] != "_" and hasattr(value, _MARK)]
+    # mostly there are none, and every formula of every shard asks
+    return sorted({*own, *of_class}) if own or of_class else []
 
 
 @cache

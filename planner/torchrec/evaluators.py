@@ -85,7 +85,10 @@ class EmbeddingShardingPerfEvaluator:
     def compute_fwd_comp(self, ctx: ShardPerfContext, config: HardwarePerfConfig) -> float:
         """Of a lookup forward."""
         own = formula_of(config, "forward_compute", ctx.sharding_type)
-        return float(own(ctx)) if own else self._lookup_forward(ctx, config)
+        if own:
+            return float(own(ctx))
+        coefficients = config.get_coefficients_for_sharding(ctx.sharding_type, ctx.compute_kernel).fwd
+        return self._lookup_forward(ctx, config, coefficients)
 
     def compute_bwd_comp(self, ctx: ShardPerfContext, config: HardwarePerfConfig) -> float:
         """Of a lookup backward; the usual formula starts from the usual forward, whatever a config has for that."""
@@ -94,8 +97,8 @@ class EmbeddingShardingPerfEvaluator:
         own = formula_of(config, "backward_compute", ctx.sharding_type)
         if own:
             return float(own(ctx))
-        forward = self._lookup_forward(ctx, config)
-        coefficients = config.get_coefficients_for_sharding(ctx.sharding_type, ctx.compute_kernel).bwd
+        both = config.get_coefficients_for_sharding(ctx.sharding_type, ctx.compute_kernel)
+        forward, coefficients = self._lookup_forward(ctx, config, both.fwd), both.bwd
         if coefficients is None:
             backward = forward * config.get_bwd_compute_multiplier(ctx.bwd_compute_multiplier)
         else:
@@ -160,8 +163,9 @@ class EmbeddingShardingPerfEvaluator:
         speed = ctx.hbm_to_ddr_mem_bw if config.hbm_to_ddr_mem_bw is None else config.hbm_to_ddr_mem_bw
         return fetches * ctx.emb_dim * ctx.table_data_type_size / speed
 
-    def _lookup_forward(self, ctx: ShardPerfContext, config: HardwarePerfConfig) -> float:
-        coefficients = config.get_coefficients_for_sharding(ctx.sharding_type, ctx.compute_kernel).fwd
+    def _lookup_forward(
+        self, ctx: ShardPerfContext, config: HardwarePerfConfig, coefficients: PerfCoefficient
+    ) -> float:
         penalty = compute_block_usage_penalty(ctx.emb_dim) if self.use_block_usage_penalty(config) else 1.0
         columns = max(ctx.emb_dim, 32) if self.use_min_dim_for_lookup(config) else ctx.emb_dim
         return self._size(ctx, config, coefficients, columns, is_fwd=True) * penalty / ctx.device_bw

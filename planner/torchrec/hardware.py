@@ -19,7 +19,7 @@ from ..constants import (
     kernel_bw_lookup,
 )
 from ..topology import Perf
-from .annotations import get_bwd_coefficient, get_fwd_coefficient, get_prefetch_coefficient
+from .annotations import decorated_names, get_bwd_coefficient, get_fwd_coefficient, get_prefetch_coefficient
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,8 @@ class HardwarePerfConfig:
         self._coefficients = given
 
     def _decorated(self, sharding_type: str) -> EstimatorPerfCoefficients | None:
+        if not decorated_names(self):
+            return None
         forward, backward = get_fwd_coefficient(self, sharding_type), get_bwd_coefficient(self, sharding_type)
         if forward is None and backward is None:
             return None
