@@ -55,6 +55,7 @@ from shardwise.embeddings.managed_collision import (
 )
 from shardwise.embeddings.optim.fbgemm_types import CacheAlgorithm, MultiPassPrefetchConfig
 from shardwise.embeddings.optim.keyed_optimizer import KeyedOptimizerWrapper
+from shardwise.embeddings.pruning import PruningLogBase
 from shardwise.inference import BatchingMetadata, QualNameMetadata
 from shardwise.migration.torchrec_names import TABLE
 from shardwise.planner import Skew
@@ -69,6 +70,7 @@ from shardwise.sharding.dmp.dmp_collection import DMPCollectionConfig
 from shardwise.sharding.pipeline import arguments
 from shardwise.sharding.pipeline.accumulation import AccumulatingOptimizer, GradientAccumulationConfig
 from shardwise.sharding.pipeline.staged import PipelineStage
+from shardwise.sharding.pools import ObjectPoolShardingPlan
 from shardwise.sharding.quant.inspect import WeightSpec
 from shardwise.sharding.torchrec.bucketize import ShardingBucketMetadata
 from shardwise.sharding.torchrec.fused_params import KeyValueParams
@@ -420,6 +422,7 @@ ELSEWHERE: dict[type, str] = {
     PipelineStage: "test_pipeline_staged.py",
     EmbeddingTableConfig: "test_torchrec_parts.py",
     Batch: "test_data_clicks.py",
+    ObjectPoolShardingPlan: "test_sharded_pools.py",
 }
 
 
@@ -430,6 +433,7 @@ RECORDS: tuple[type, ...] = (
     arguments.TrainPipelineContext, arguments.ArgInfo, arguments.CallArgs, arguments.DictArgInfoStep,
     arguments.GetAttrArgInfoStep, arguments.GetItemArgInfoStep, arguments.ListArgInfoStep, arguments.NoopArgInfoStep,
     arguments.PostprocArgInfoStep, arguments.ScalarArgInfoStep, QuantizedCommCodecs, ShardingBucketMetadata,
+    PruningLogBase,
 )  # fmt: skip
 
 
