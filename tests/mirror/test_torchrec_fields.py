@@ -56,6 +56,7 @@ from shardwise.embeddings.managed_collision import (
 )
 from shardwise.embeddings.optim.fbgemm_types import CacheAlgorithm, MultiPassPrefetchConfig
 from shardwise.embeddings.optim.keyed_optimizer import KeyedOptimizerWrapper
+from shardwise.embeddings.pruning import PruningLogBase
 from shardwise.embeddings.torchrec.jagged_outputs import SequenceVBEContext
 from shardwise.inference import BatchingMetadata, QualNameMetadata
 from shardwise.migration.torchrec_names import TABLE
@@ -71,6 +72,7 @@ from shardwise.sharding.dmp.dmp_collection import DMPCollectionConfig
 from shardwise.sharding.pipeline import arguments
 from shardwise.sharding.pipeline.accumulation import AccumulatingOptimizer, GradientAccumulationConfig
 from shardwise.sharding.pipeline.staged import PipelineStage
+from shardwise.sharding.pools import ObjectPoolShardingPlan
 from shardwise.sharding.quant.inspect import WeightSpec
 from shardwise.sharding.testing.model_input import ModelInput
 from shardwise.sharding.torchrec import embedding_sharding, embedding_types
@@ -439,6 +441,7 @@ ELSEWHERE: dict[type, str] = {
     EmbeddingTableConfig: "test_torchrec_parts.py",
     Batch: "test_data_clicks.py",
     ShardedEmbeddingTable: "test_embedding_sharding.py",
+    ObjectPoolShardingPlan: "test_sharded_pools.py",
 }
 
 
@@ -453,6 +456,7 @@ RECORDS: tuple[type, ...] = (
     embedding_types.InputDistOutputs, embedding_types.ShardedConfig, embedding_types.ShardedMetaConfig,
     embedding_sharding.EmbeddingShardingContext, embedding_sharding.EmbeddingShardingInfo, ShardedTensorMetadata,
     ModelInput, SequenceVBEContext,
+    PruningLogBase,
 )  # fmt: skip
 
 

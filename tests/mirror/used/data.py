@@ -1,7 +1,7 @@
 # type: ignore  # torchrec is served at run time
 """Criteo's and MovieLens's files, arrays made of them, streams parted in two, and ranks of a test."""
 
-import os
+import io
 import tempfile
 import unittest
 from pathlib import Path

@@ -170,10 +170,8 @@ assert {
 by_module = get_module_to_default_sharders()
 assert isinstance(by_module[EmbeddingBagCollection], EmbeddingBagCollectionSharder)
 assert all(isinstance(one, ModuleSharder) for one in by_module.values())
-fused = DistributedModelParallel(
-    torch.nn.Sequential(bags(FusedEmbeddingBagCollection, optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 1.0})),
-    env=env, device=cpu,
-)  # fmt: skip
+fused = bags(FusedEmbeddingBagCollection, optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 1.0})
+fused = DistributedModelParallel(torch.nn.Sequential(fused), env=env, device=cpu)
 assert isinstance(fused.module[0], ShardedFusedEmbeddingBagCollection)
 
 

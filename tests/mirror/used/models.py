@@ -44,7 +44,8 @@ dense = model.dense_arch(batch.dense_features)
 sparse = model.sparse_arch(batch.sparse_features)
 assert torch.equal(logits, model.over_arch(model.inter_arch(dense, sparse)))
 stacked = torch.cat([dense[:, None], sparse], 1)
-pairs = torch.einsum("bfd,bgd->bfg", stacked, stacked)[:, *torch.triu_indices(3, 3, offset=1)]
+first, second = torch.triu_indices(3, 3, offset=1)
+pairs = torch.einsum("bfd,bgd->bfg", stacked, stacked)[:, first, second]
 assert torch.allclose(model.inter_arch(dense, sparse)[:, 8:].sort(1)[0], pairs.sort(1)[0], atol=1e-5)
 assert choose(3, 2) == 3
 crossing = InteractionDCNArch(num_sparse_features=2, crossnet=LowRankCrossNet(24, 2, low_rank=3))

@@ -34,7 +34,7 @@ assert list(combined.state_dict()["state"]) == ["dense.weight"]
 warm = WarmupOptimizer(
     KeyedOptimizerWrapper(named, lambda params: torch.optim.SGD(params, lr=1.0)),
     [
-        WarmupStage(policy=WarmupPolicy.CONSTANT, max_iters=1, value=0.5),
+        WarmupStage(WarmupPolicy.CONSTANT, max_iters=1, value=0.5),
         WarmupStage(policy=WarmupPolicy.NONE, max_iters=9),
     ],
     lr=1.0,
