@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jagged_batches import kjt
+from model_zoo import BAGS, MAKERS, values_of
 from ranks import error_of, run_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -264,6 +265,35 @@ def failures() -> dict[str, Any]:
     found["ahead"] = error_of(function, good)
     sharded.drop(sharded.routed_ahead.popleft())
     return found
+
+
+def kinds() -> dict[str, Any]:
+    """Of every kind of sharded module whether three compiled steps, and what they trained, are those of a twin."""
+    found: dict[str, Any] = {}
+    batch = kjt(BAGS, weights=torch.arange(1.0, 8.0))
+    for kind, make in MAKERS.items():
+        pair = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            pair.append(DistributedModelParallel(make("cpu")))
+        eager, model = pair
+        function, counter = counted(model)
+        apart = 0.0
+        for _ in range(3):
+            outputs = [values_of(call(batch)) for call in (eager, function)]
+            for output in outputs:
+                output.square().sum().backward()
+            apart += far([outputs[1].detach()], [outputs[0].detach()])
+        apart += far([p.detach() for p in model.parameters()], [p.detach() for p in eager.parameters()])
+        found[kind] = apart, counter.frame_count
+    return found
+
+
+@pytest.mark.long
+def test_every_kind_of_sharded_module_is_compiled_whole() -> None:
+    """Towers, managed collision and feature processors too."""
+    for found in run_ranks(2, kinds, timeout=400):
+        assert found == dict.fromkeys(MAKERS, (0, 1))
 
 
 class Bag(nn.Module):
