@@ -91,5 +91,5 @@ class Ranks(MultiProcessTestBase):
         assert 0 < get_free_port() < 1 << 16
 
 
-result = unittest.TextTestRunner(stream=open(, "w")).run(Ranks("test_ranks"))
+result = unittest.TextTestRunner(stream=io.StringIO()).run(Ranks("test_ranks"))
 assert result.testsRun == 1 and result.wasSuccessful() and torch.ones(1).item() == 1
