@@ -4,7 +4,7 @@
 import torch
 import torchrec
 import torchrec.modules
-from torchrec import KeyedTensor as RootKeyedTensor
+from torchrec import KeyedJaggedTensor as RootBatch, KeyedTensor as RootKeyedTensor
 from torchrec.fx import Tracer, symbolic_trace
 from torchrec.fx.tracer import symbolic_trace as trace_by_path
 from torchrec.modules.regroup import KTRegroupAsDict
@@ -25,7 +25,7 @@ from torchrec.types import DataType
 kjt = KeyedJaggedTensor.from_lengths_sync(
     keys=["user", "item"], values=torch.arange(6), lengths=torch.tensor([2, 0, 1, 3]), weights=torch.arange(6) / 2
 )
-assert torchrec.KeyedJaggedTensor is KeyedJaggedTensor and isinstance(kjt, Pipelineable)
+assert torchrec.KeyedJaggedTensor is RootBatch is KeyedJaggedTensor and isinstance(kjt, Pipelineable)
 assert kjt.stride() == 2 and kjt.length_per_key() == [2, 4] and kjt["item"].to_dense()[1].tolist() == [3, 4, 5]
 
 # a batch and the dict of its features
