@@ -236,7 +236,7 @@ class GradientAccumulationWrapper(Generic[In, Out]):
         config: how many micro-batches are a step.
 
     Raises:
-        ValueError: accumulation is enabled and the pipeline has no `_optimizer`.
+        ValueError: accumulation is enabled and the pipeline has no `_optimizer`, or stashes gradients.
     """
 
     def __init__(
@@ -253,6 +253,11 @@ class GradientAccumulationWrapper(Generic[In, Out]):
             if not hasattr(self._pipeline, "_optimizer"):
                 kind = type(pipeline).__name__
                 raise ValueError(f"{kind} has no _optimizer, whose steps are to wait: it is not a training pipeline")
+            if getattr(self._pipeline, "_stash_gradients", False):
+                raise ValueError(
+                    "stash_gradients=True exchanges the gradients of each micro-batch for those of the one before, and"
+                    " they do not add up: accumulate with stash_gradients=False"
+                )
             self._pipeline._optimizer = self._optimizer_wrapper
 
     def progress(self, dataloader_iter: Iterator[In], is_last_batch: bool | None = None) -> Out:

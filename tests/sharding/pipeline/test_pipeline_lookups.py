@@ -20,6 +20,8 @@ from torch import Tensor
 from shardwise import DMPCollection, PoolingType, TrainPipelineBase
 from shardwise.sharding import (
     EvalPipelineFusedSparseDist,
+    GradientAccumulationConfig,
+    GradientAccumulationWrapper,
     PipelineStage,
     SparseDataDistUtil,
     StagedTrainPipeline,
@@ -189,11 +191,16 @@ def refusals() -> list[str]:
         error_of(TrainPipelineSemiSync, model, dense, CPU, start_batch=-1),
         error_of(TrainPipelineSemiSync, model, every, CPU, strict=True),
         error_of(TrainPipelineSemiSync, mixed, optimizer_of(mixed), CPU, strict=True),
-    ]
+        error_of(
+            GradientAccumulationWrapper, TrainPipelineSemiSync(model, dense, CPU, stash_gradients=True), dense, model,
+            GradientAccumulationConfig(num_steps=2),
+        ),
+    ]  # fmt: skip
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    side, negative, fused, by_gradient = run_ranks(1, refusals)[0]
+    side, negative, fused, by_gradient, accumulated = run_ranks(1, refusals)[0]
+    assert accumulated.startswith("ValueError: stash_gradients=True exchanges the gradients of each micro-batch")
     assert side == "ValueError: emb_lookup_stream: must be one of ['data_dist', 'new', 'current'], got 'side'"
     assert negative == "ValueError: start_batch: must not be negative, got -1"
     # an optimizer that lists tables which their backward trains steps over them

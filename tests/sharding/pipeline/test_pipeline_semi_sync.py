@@ -22,6 +22,7 @@ from shardwise import (
     DistributedModelParallel,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    KeyedJaggedTensor,
     RowWiseAdagrad,
     ShardingEnv,
     ShardingPlan,
@@ -131,3 +132,40 @@ def test_every_batch_sees_the_tables_that_are_promised(world: int, kind: str, st
 
 def test_until_its_first_batch_all_is_in_sync() -> None:
     assert run_ranks(2, beside_the_loop, "ps", 20, True) == [(True, True, True)] * 2
+
+
+class Small(nn.Module):
+    """A table and a layer with weights that anybody can write down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = EmbeddingBagCollection([EmbeddingBagConfig(20, 8, "t", feature_names=["f"])])
+        self.over = nn.Linear(8, 1)
+        with torch.no_grad():
+            next(self.bags.parameters()).copy_(torch.linspace(-1, 1, 160).view(20, 8))
+            self.over.weight.copy_(torch.linspace(-0.5, 0.5, 8).view(1, 8))
+            self.over.bias.fill_(0.1)
+        apply_optimizer_in_backward(torch.optim.SGD, self.bags.parameters(), {"lr": 0.1})
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        out = self.over(self.bags(features).values().tanh())
+        return (out - 1).square().sum(), out.detach()
+
+
+# outputs, added up, of TorchRec 1.8.0's TrainPipelineSemiSync over this model, by start_batch and stash_gradients
+UPSTREAM = {
+    (2, False): [0.3908, 4.632841, 1.252017, 1.804169, 2.714079, 2.18038, 2.511879],
+    (2, True): [0.3908, 4.632841, 1.252017, 1.697937, 1.941607, 2.17358, 3.013066],
+    (0, True): [0.3908, 0.560209, 2.409991, 5.606512, 4.631402, 1.770347, -0.142669],
+}
+
+
+@pytest.mark.parametrize(("start", "stash"), UPSTREAM)
+def test_batches_see_what_torchrecs_see(start: int, stash: bool) -> None:
+    model = DistributedModelParallel(Small(), ShardingEnv.from_local(1, 0))
+    optimizer = torch.optim.SGD(model.module.over.parameters(), lr=0.05)
+    pipeline: Any = TrainPipelineSemiSync(model, optimizer, CPU, start_batch=start, stash_gradients=stash)
+    lengths = torch.tensor([2, 1, 3])
+    batches = (KeyedJaggedTensor(["f"], torch.arange(6) * (n + 1) % 20, None, lengths) for n in range(7))
+    outputs = [output.sum().item() for output in drain(pipeline.progress, batches)]
+    assert outputs == pytest.approx(UPSTREAM[start, stash], abs=2e-6)
