@@ -97,7 +97,7 @@ ROOMS: dict[str, set[str]] = {
     "planner/reports": {"planner", "planner/plan", "planner/search"},
     "planner/torchrec": {"planner", "planner/search"},
     "sharding/calibration": {"sharding/comms", "sharding/dmp", "sharding/engine", "sharding/modules", "sharding/plan"},
-    "sharding/checkpoint": {"sharding/comms", "sharding/dmp", "sharding/engine", "sharding/plan"},
+    "sharding/checkpoint": {"sharding/comms", "sharding/dmp", "sharding/engine", "sharding/plan", "sharding/pools"},
     "sharding/dmp": {"sharding/comms", "sharding/engine", "sharding/modules", "sharding/plan", "sharding/planning"},
     "sharding/engine": {"sharding/comms", "sharding/plan"},
     "sharding/modules": {"sharding/comms", "sharding/engine", "sharding/plan", "sharding/quant"},
