@@ -30,6 +30,7 @@ from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.dmp.dmp import DistributedModelParallel
 from shardwise.sharding.dmp.unwrap import get_unwrapped_module
 from shardwise.sharding.engine.collection import ShardedCollection
+from shardwise.sharding.pools.sharded_pool import ShardedObjectPool
 
 from .errors import Link
 from .manifest import WEIGHT
@@ -250,6 +251,11 @@ def _walk(model: nn.Module, link: Link) -> Iterator[tuple[str, _Table | Tensor]]
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(
                 f"module {path!r} has an extra state, an object that no checkpoint holds: give it to save as `extra`"
+            )
+        if isinstance(module, ShardedObjectPool) and module.is_cut:
+            raise ValueError(
+                f"pool {path!r}: rows of a pool over several ranks cannot be saved here: torch.distributed.checkpoint"
+                " saves the state dict"
             )
         own: set[str] = set()
         if isinstance(module, ShardedCollection | TableCollection):

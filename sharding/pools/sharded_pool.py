@@ -101,6 +101,11 @@ class ShardedObjectPool(ObjectPool[T]):
         """Where this rank's rows are."""
         return self._device
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether other ranks hold rows that this one does not."""
+        return self._holders.world_size > 1
+
     def lookup(self, ids: Tensor) -> LazyAwaitable[T]:  # type: ignore[override]
         """What is to come: the objects of `ids` [n], in their order.
 

@@ -101,7 +101,7 @@ ROOMS: dict[str, set[str]] = {
     "planner/reports": {"planner", "planner/plan", "planner/search"},
     "planner/torchrec": {"planner", "planner/search"},
     "sharding/calibration": {"sharding/comms", "sharding/dmp", "sharding/engine", "sharding/modules", "sharding/plan"},
-    "sharding/checkpoint": {"sharding/comms", "sharding/dmp", "sharding/engine", "sharding/plan"},
+    "sharding/checkpoint": {"sharding/comms", "sharding/dmp", "sharding/engine", "sharding/plan", "sharding/pools"},
     "sharding/compiled": {"sharding/comms"},
     "sharding/dmp": {
         "sharding/comms",
