@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling as is_compiler_compiling
 from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
 __all__ = [
@@ -40,6 +39,11 @@ def set_use_torchdynamo_compiling_path(val: bool) -> None:
 def get_use_torchdynamo_compiling_path() -> bool:
     """What `set_use_torchdynamo_compiling_path` was given last; False before."""
     return _always
+
+
+def is_compiler_compiling() -> bool:
+    """Whether torch.compile or torch.export traces what runs now, as torch says."""
+    return torch.compiler.is_compiling()
 
 
 def is_torchdynamo_compiling() -> bool:

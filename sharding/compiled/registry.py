@@ -9,6 +9,8 @@ from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
+from torch import nn
+
 _numbers = count()
 _modules: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
@@ -30,3 +32,13 @@ def module_of(name: str) -> Any:
     if module is None:
         raise RuntimeError(f"{name!r}, for which this graph was compiled, is gone: compile the model again")
     return module
+
+
+class NamedInGraphs(nn.Module):
+    """A module that ops in a graph find by `graph_name`, which its constructor sets; a copy is compiled by itself."""
+
+    graph_name: str
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.graph_name = name_for_graphs(self)

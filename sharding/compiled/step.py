@@ -10,6 +10,7 @@ Letters: B samples, N ids, D columns of all lookups.
 
 from __future__ import annotations
 
+import abc
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from shardwise.jagged import KeyedJaggedTensor
 from shardwise.kernels._op import outside_graphs
 
 from ..comms.failures import agreed, is_agreed, raise_after_backward
-from .registry import module_of
+from .registry import NamedInGraphs, module_of
 
 _library = torch.library.Library("shardwise_sharded", "DEF")  # type: ignore[no-untyped-call]
 # of a thread in which nothing traces and autograd records
@@ -73,6 +74,22 @@ class Batch:
         )  # fmt: skip
 
 
+class OneOp(NamedInGraphs, abc.ABC):
+    """A module whose step is one op of a graph."""
+
+    @abc.abstractmethod
+    def eager_outputs(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        """The tensors of the result of a forward that nothing traces; none is a view of the batch."""
+
+    @abc.abstractmethod
+    def fake_outputs(self, batch: Batch) -> list[Tensor]:
+        """`eager_outputs` without values, for a graph that is traced."""
+
+    @abc.abstractmethod
+    def result_of(self, outputs: list[Tensor]) -> Any:
+        """The result of which these are the tensors."""
+
+
 def register_ordered(schema: str, implementation: Any, fake: Any) -> Any:
     """An op of a graph, for any device, that no compiler leaves out or moves past another such op."""
     name = schema.split("(")[0]
@@ -105,7 +122,7 @@ def step_in_graph(collection: Any, features: Any) -> list[Tensor]:
     per_rank = features.stride_per_key_per_rank() if variable else []
     sizes = [size for sizes in per_rank for size in sizes] if variable else [features.stride()]
     outputs: list[Tensor] = _step(
-        collection._anchor, collection.gradient_parameters(), features.values(), weights,
+        collection._anchor, collection._tables.gradient_parameters(), features.values(), weights,
         features.lengths_or_none(), features.offsets_or_none(), inverse, sizes,
         len(per_rank[0]) if variable else 0, features.keys(), list(inverse_keys), collection.graph_name,
         torch.is_grad_enabled(), torch.is_grad_enabled() and weights is not None and weights.requires_grad,
@@ -172,7 +189,7 @@ def _run_step(
             if update:
                 places = [n for n, output in enumerate(outputs) if output.requires_grad]
                 learning = [own] if own is not None and weights_learn else []
-                inputs = [collection._anchor, *learning, *collection.gradient_parameters()]
+                inputs = [collection._anchor, *learning, *collection._tables.gradient_parameters()]
                 kept = _Kept([get_gradient_edge(outputs[n]) for n in places], places, inputs)
     except BaseException as error:
         if collection._exchange.watch is not None:
@@ -242,7 +259,9 @@ def _fake_backward(
     made = [torch.empty(1, device=collection.device)]
     if dtype is not None:
         made.append(torch.empty(ids, dtype=dtype, device=collection.device))
-    return made + [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in collection.gradient_parameters()]
+    return made + [
+        torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in collection._tables.gradient_parameters()
+    ]
 
 
 _step_backward = register_ordered(

@@ -20,7 +20,7 @@ from ..comms.agreement import Facts, facts_of_dense
 from ..comms.env import ShardingEnv, default_env
 from ..comms.exchange import hang_up
 from ..comms.watch import watch_over
-from ..compiled.registry import name_for_graphs
+from ..compiled.registry import NamedInGraphs, name_for_graphs
 from ..engine.reshard import changes_of, reshard_by_plan
 from ..engine.state import check_weights, take_over
 from ..engine.writing import write_rows
@@ -48,7 +48,7 @@ from .data_parallel import (
 from .unwrap import copy_to_device, get_unwrapped_module
 
 
-class DistributedModelParallel(nn.Module):
+class DistributedModelParallel(NamedInGraphs):
     """A model whose embedding collections are sharded over ranks and whose other layers are data parallel.
 
     Collections are replaced in place in `module`; their weights are kept (those on meta are initialised). Dense layers
@@ -136,11 +136,6 @@ class DistributedModelParallel(nn.Module):
         move(self._dmp_wrapped_module, self._device)
         if init_data_parallel:
             self.init_data_parallel()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        # a copy is compiled by itself
-        self.graph_name = name_for_graphs(self)
 
     @property
     def module(self) -> nn.Module:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def fake_range() -> Any:
     """A place in no file, for functions of TorchScript that ask for one, as `torch.jit.annotations` does."""
-    trees: Any = torch._C._jit_tree_views
-    return trees.SourceRangeFactory("", None, 0, 0).make_raw_range(0, 1)
+    torch_c: Any = torch._C
+    return torch_c._jit_tree_views.SourceRangeFactory("", None, 0, 0).make_raw_range(0, 1)
 
 
 def dmp_fx_trace_forward(dmp: DistributedModelParallel, tracer: fx.Tracer) -> Callable[..., Any]:

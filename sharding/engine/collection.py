@@ -11,7 +11,6 @@ from `routed_ahead`.
 
 from __future__ import annotations
 
-import abc
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,7 +38,7 @@ from ..comms.failures import agreed, raise_after_backward
 from ..comms.host_exchange import HostExchange
 from ..comms.qcomms import codecs_of
 from ..compiled.registry import name_for_graphs
-from ..compiled.step import Batch, step_in_graph
+from ..compiled.step import OneOp, step_in_graph
 from .dedup import dedup_ids
 from .flags import fault_error, fault_of, flag_of
 from .fully_sharded import FullyShardedShards
@@ -166,6 +165,7 @@ class ExchangedLookup(torch.autograd.Function):
         return None, None, None, *of_weights, *of_tables
 
 
+<<<<<<< HEAD
 def leave_backward_untraced() -> None:
     """Have compiled autograd call `ExchangedLookup.backward` between its graphs: nobody can trace what ranks exchange.
 
@@ -177,6 +177,9 @@ def leave_backward_untraced() -> None:
 
 
 class ShardedCollection(WritableTables):
+=======
+class ShardedCollection(OneOp, StagedModule[Step]):
+>>>>>>> compile
     """The engine: holds this rank's tables, and answers a batch together with the other ranks.
 
     Parameters keep the names of the unsharded module; a table of another rank is an empty parameter.
@@ -298,8 +301,6 @@ class ShardedCollection(WritableTables):
         self.states = States(routes, local_tables, self._env)
         self._output_dtypes = output_dtypes(routes, self._policy.output_dtype, self._arrives_as)
         self._dense_parameters = local_tables.dense_parameters()
-        replicated = {shard.table for group in routes.dense for shard in group.shards}
-        self._gradient_tables = [t.name for t in routes.tables if t.name in replicated or t in routes.dense_cuts]
         kinds = set(self._output_dtypes) or {self._policy.output_dtype}
         # of all lookups, None where they have several
         self._output_dtype = kinds.pop() if len(kinds) == 1 else None
@@ -351,28 +352,6 @@ class ShardedCollection(WritableTables):
         """Parameters that the backward trains or that other ranks hold: no gradient of theirs is to be reduced."""
         dense = {shard.table for group in self._routes.dense for shard in group.shards}
         return [self.parameter_name(table.name) for table in self._routes.tables if table.name not in dense]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        # a copy is compiled by itself
-        self.graph_name = name_for_graphs(self)
-
-    def gradient_parameters(self) -> list[Tensor]:
-        """This rank's parts of tables that train by their gradients, those that are not frozen."""
-        parameters = [self._tables.parameters[table] for table in self._gradient_tables]
-        return [param for param in parameters if param.requires_grad and param.numel()]
-
-    @abc.abstractmethod
-    def eager_outputs(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        """The tensors of the result of a forward that nothing traces; none is a view of the batch."""
-
-    @abc.abstractmethod
-    def fake_outputs(self, batch: Batch) -> list[Tensor]:
-        """`eager_outputs` without values, for a graph that is traced."""
-
-    @abc.abstractmethod
-    def result_of(self, outputs: list[Tensor]) -> Any:
-        """The result of which these are the tensors."""
 
     def forward(self, features: KeyedJaggedTensor | Exception) -> Any:
         """The lazy result of this rank's batch, looked up together with the other ranks.

@@ -114,6 +114,8 @@ class LocalTables:
         check = GradientCheckMode.IGNORE if policy.gradient_check is GradientCheckMode.RAISE else policy.gradient_check
         self._policy = replace(policy, output_dtype=torch.float32, gradient_check=check)
         self._routes, self._stores = routes, stores
+        whole = {shard.table for group in routes.dense for shard in group.shards}
+        self._by_gradient = [t.name for t in routes.tables if t.name in whole or t in routes.dense_cuts]
         serving = routes.serving[rank]
         self.groups = [self._table_group(group, serving, device) for group in serving.groups]
         self.dense = [self._table_group(group, None, device) for group in routes.dense]
@@ -197,6 +199,11 @@ class LocalTables:
     def dense_parameters(self) -> list[nn.Parameter]:
         """Parameters of cut tables that train by their gradients, of which this rank has rows."""
         return [param for table in self._routes.dense_cuts if (param := self.parameters[table.name]).numel()]
+
+    def gradient_parameters(self) -> list[nn.Parameter]:
+        """Parameters of all tables that train by their gradients, whole ones too; none that is frozen or elsewhere."""
+        parameters = [self.parameters[name] for name in self._by_gradient]
+        return [param for param in parameters if param.requires_grad and param.numel()]
 
     def parameter_gradients(self, of_groups: Mapping[int, Tensor]) -> list[Tensor | None]:
         """Gradients of `dense_parameters`, given those of the flat buffers of groups by number.

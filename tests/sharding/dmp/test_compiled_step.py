@@ -240,6 +240,7 @@ def failures() -> dict[str, Any]:
     rank = torch.distributed.get_rank()
     model = DistributedModelParallel(Sum(), device="cpu")
     function, _ = counted(model)
+    sharded: Any = model.module.ebc
     good, bad = kjt({"a": [[1, 2], [3]]}), kjt({"a": [[1, 2], [9 if rank else 3]]})
     found: dict[str, Any] = {"bad id": error_of(function, bad)}
     loss = function(good)
@@ -255,12 +256,11 @@ def failures() -> dict[str, Any]:
     # its gradient is not finite on rank 1
     scale = torch.tensor(float("inf") if rank else 1.0)
     found["infinite"] = error_of(lambda: (function(good) * scale).backward())
-    table = torch.cat([param.detach().flatten() for param in model.module.ebc.parameters()])
+    table = torch.cat([param.detach().flatten() for param in sharded.parameters()])
     function(good).backward()
-    after = torch.cat([param.detach().flatten() for param in model.module.ebc.parameters()])
+    after = torch.cat([param.detach().flatten() for param in sharded.parameters()])
     found["goes on"] = bool(table.isfinite().all()) and (not table.numel() or not torch.equal(table, after))
     # as a pipeline does
-    sharded: Any = model.module.ebc
     sharded.routed_ahead.append(sharded.start(good))
     found["ahead"] = error_of(function, good)
     sharded.drop(sharded.routed_ahead.popleft())
