@@ -30,8 +30,8 @@ KNOWN = {
     # writes the whole document by itself
     "planner_heldout": ("planner_heldout", ""),
     "pipeline_overlap": ("pipeline_overlap", ""),
-    "managed_collision": ("compare_managed_collision", ""),
-    "pools": ("compare_pools", ""),
+    "managed_collision": ("modules.managed_collision", ""),
+    "pools": ("modules.pools", ""),
     "planner": ("compare_planner", ""),
     "planner_plans": ("compare_planner_plans", ""),
     "same_bits": ("same_bits.compare", ""),

@@ -165,7 +165,6 @@ class ExchangedLookup(torch.autograd.Function):
         return None, None, None, *of_weights, *of_tables
 
 
-<<<<<<< HEAD
 def leave_backward_untraced() -> None:
     """Have compiled autograd call `ExchangedLookup.backward` between its graphs: nobody can trace what ranks exchange.
 
@@ -176,10 +175,7 @@ def leave_backward_untraced() -> None:
         setattr(ExchangedLookup, "backward", staticmethod(disable(ExchangedLookup.backward)))  # noqa: B010
 
 
-class ShardedCollection(WritableTables):
-=======
-class ShardedCollection(OneOp, StagedModule[Step]):
->>>>>>> compile
+class ShardedCollection(OneOp, WritableTables):
     """The engine: holds this rank's tables, and answers a batch together with the other ranks.
 
     Parameters keep the names of the unsharded module; a table of another rank is an empty parameter.

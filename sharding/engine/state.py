@@ -188,7 +188,7 @@ def _dtensor(value: Value, env: ShardingEnv) -> Tensor:
     mesh = DeviceMesh.from_group(env.process_group, value.device.type)
     whole, dim, placement = torch.empty(value.size, device="meta"), _even_dim(value, env.world_size), None
     if dim is None:
-        from .local_shards import LocalShardsWrapper
+        from ..plan.local_shards import LocalShardsWrapper
 
         boxes = [[low for low, _ in piece.box] for piece, _ in value.local]
         local: Tensor = LocalShardsWrapper([tensor for _, tensor in value.local], boxes, dtype=value.dtype)

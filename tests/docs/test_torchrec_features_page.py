@@ -37,8 +37,8 @@ def rows() -> list[Row]:
     found = []
     for line in PAGE.splitlines():
         if match := re.match(r"\| (\d+) \| .+? \| (\w+) \| (\w+) \| (.*) \|$", line):
-            proofs = tuple(re.findall(r"`([\w/]+\.py::\w+)`", match[4]))
-            words = re.sub(r"`[\w/]+\.py::\w+`(, )?", "", match[4])
+            proofs = tuple(re.findall(r"`tests/([\w/]+\.py::\w+)`", match[4]))
+            words = re.sub(r"`tests/[\w/]+\.py::\w+`(, )?", "", match[4])
             found.append(Row(int(match[1]), match[2], match[3], proofs, words))
     return found
 

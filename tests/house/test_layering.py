@@ -90,6 +90,7 @@ ROOMS: dict[str, set[str]] = {
     "perf/evidence/canary": {"perf/evidence", "perf/suite"},
     "perf/evidence/clicks": {"perf/evidence", "perf/suite", "perf/suite/cases"},
     "perf/evidence/fbgemm": {"perf/counts", "perf/evidence", "perf/evidence/fbgemm/calls", "perf/suite"},
+    "perf/evidence/modules": {"perf/evidence", "perf/suite"},
     "perf/evidence/same_bits": {"perf/counts", "perf/evidence", "perf/suite"},
     "perf/gpu/cases": {"perf/gpu", "perf/selftest", "perf/suite"},
     "perf/gpu_scripts": {"perf/counts", "perf/suite", "perf/suite/cases", "perf/suite/operations", "perf/tune"},

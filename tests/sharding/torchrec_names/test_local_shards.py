@@ -23,7 +23,7 @@ from shardwise import EmbeddingBagCollection, RowWiseAdagrad, ShardingEnv
 from shardwise.embeddings import apply_optimizer_in_backward
 from shardwise.planner.layout import Shard
 from shardwise.sharding import ShardedEmbeddingBagCollection
-from shardwise.sharding.engine.local_shards import LocalShardsWrapper
+from shardwise.sharding.plan.local_shards import LocalShardsWrapper
 from shardwise.sharding.torchrec.state_dict_transform import state_dict_gather, state_dict_to_device
 
 

@@ -1,0 +1,1 @@
+"""Modules beside TorchRec's: managed collision and pools, update after update."""
