@@ -1,4 +1,4 @@
-"""TorchRec's names below `torchrec.distributed`: part of the table in torchrec_names.py, which says what stands where."""
+"""Names of TorchRec below `torchrec.distributed`, part of the table in torchrec_names.py: where ours are."""
 
 from __future__ import annotations
 
