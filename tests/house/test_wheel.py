@@ -80,9 +80,9 @@ def test_the_wheel_holds_every_folder_and_nothing_else(wheel: Path) -> None:
     assert set(names) == {name for name in sources if not name.removeprefix("shardwise/").startswith(package.LEFT_OUT)}
 
 
-# the library alone takes 1.25 MB of it, of which FBGEMM's ops and tables by name have 0.1, the suite and the tuner
-# 0.13, the check-up and its self-test 0.05
-MOST_BYTES = 1_550_000
+# the library alone takes 1.5 MB of it, of which FBGEMM's ops and tables by name have 0.1, the suite and the tuner 0.13,
+# the check-up and its self-test 0.05
+MOST_BYTES = 1_720_000
 
 
 def test_the_wheel_is_small_and_pure_python(wheel: Path) -> None:
