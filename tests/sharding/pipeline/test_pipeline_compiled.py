@@ -55,6 +55,25 @@ def test_a_model_is_compiled_as_one_graph_in_the_step_that_was_chosen() -> None:
     assert said[:7] == ["batch", "batch", "batch", "before True", "after True", "batch", "batch"]
 
 
+def compiled_over_ranks() -> tuple[bool, int]:
+    """Whether outputs and the model are those of a plain loop, and how often a graph broke."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, plain = sharded("p"), sharded("p")
+    config = TorchCompileConfig(fullgraph=True, dynamic=None, backend="aot_eager", compile_on_iter=1)
+    pipeline = TrainPipelinePT2[Batch, torch.Tensor](
+        model, dense_optimizer(model), CPU, config, input_transformer=None
+    )
+    outputs = drain(pipeline.progress, (batch_of(n) for n in range(4)))
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    return same(plain_loop(plain, (batch_of(n) for n in range(4))), outputs) and equal(model, plain), breaks
+
+
+@pytest.mark.ranks
+def test_a_model_over_ranks_is_compiled_whole() -> None:
+    assert run_ranks(2, compiled_over_ranks) == [(True, 0)] * 2
+
+
 def test_a_step_that_will_never_be_is_refused() -> None:
     assert error_of(TorchCompileConfig, compile_on_iter=-1) == (
         "ValueError: compile_on_iter: must not be negative, got -1"
