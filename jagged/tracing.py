@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Proxy
@@ -41,6 +41,11 @@ class JaggedTensorMeta(ABCMeta):
 
 class Traceable(metaclass=JaggedTensorMeta):
     """A type whose construction from proxies `torch.fx` records instead of running it, and TorchScript refuses."""
+
+    if TYPE_CHECKING:
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            """What is made of proxies is a proxy."""
 
     __torch_script_interface__ = Unscripted("torch.jit.annotations")
     _jit_override_qualname = Unscripted("torch.jit._state")

@@ -394,6 +394,7 @@ def test_rows_are_looked_up_by_slot_and_come_as_a_pair(pooled: bool) -> None:
 
 def test_a_mask_says_which_bags_have_ids_and_their_ids_are_learned() -> None:
     module, other = build(pooled=True), build(pooled=True)
+    mask = torch.ones(1)
     for step in range(3):
         features = features_of(step)
         mask = module.lookup_remapped_lengths_mask(features)

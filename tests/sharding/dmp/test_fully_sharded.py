@@ -305,7 +305,7 @@ def checkpoints(folder: str) -> dict[str, Tensor]:
         for name, model, dense in zip(("whole", "spread"), (whole, spread), optimizers, strict=True)
     ]
     names = [str(file.relative_to(paths[0])) for file in paths[0].rglob("*.safetensors")]
-    assert names and filecmp.cmpfiles(*paths, names, shallow=False) == (names, [], [])
+    assert names and filecmp.cmpfiles(paths[0], paths[1], names, shallow=False) == (names, [], [])
     saved = checkpoint.full_state_dict(spread)
     expect_equal(checkpoint.full_state_dict(whole), saved)
     # each in each, and under another plan and number of replicas
@@ -446,7 +446,8 @@ def failing() -> None:
         with pytest.raises(wanted) as error:
             step_of(model, dense, batch)
         if wanted is RankFailure:
-            assert set(error.value.ranks) <= {1, 3}, fault
+            raised: Any = error.value
+            assert set(raised.ranks) <= {1, 3}, fault
         # the group is closed on all ranks: nothing is begun that would wait
         with pytest.raises(RankFailure):
             model.state_dict()

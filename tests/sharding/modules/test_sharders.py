@@ -240,7 +240,8 @@ def test_one_switch_has_all_sharders_send_each_id_once(monkeypatch: pytest.Monke
     """`torchrec.distributed.embedding.set_ec_index_dedup`: it holds for what is sharded while it is on."""
     monkeypatch.setattr(sharders, "ShardedEmbeddingCollection", Engine)
     sharder = EmbeddingCollectionSharder({"lr": 0.5})
-    module, env = MODULES[sharder.module_type], ShardingEnv.from_local(1, 0)
+    module: Any = MODULES[sharder.module_type]
+    env = ShardingEnv.from_local(1, 0)
     plan = construct_module_sharding_plan(
         module, {"u": row_wise(), "t": row_wise()}, sharder, world_size=1, device_type="cpu"
     )

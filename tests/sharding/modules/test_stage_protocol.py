@@ -24,7 +24,7 @@ STEPS = 3
 def sharded(kind: str) -> tuple[Any, type]:
     """The sharded module, at path "m", and the class that it was."""
     torch.manual_seed(8)
-    module = MAKERS[kind]("cpu")
+    module: Any = MAKERS[kind]("cpu")
     tables = [param for name, param in module.named_parameters() if name.endswith(".weight") and "fused" not in kind]
     apply_optimizer_in_backward(RowWiseAdagrad, tables, {"lr": 0.1})
     # towers have no default sharder, as in TorchRec

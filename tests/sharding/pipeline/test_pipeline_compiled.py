@@ -61,9 +61,7 @@ def compiled_over_ranks() -> tuple[bool, int]:
     torch._dynamo.utils.counters.clear()
     model, plain = sharded("p"), sharded("p")
     config = TorchCompileConfig(fullgraph=True, dynamic=None, backend="aot_eager", compile_on_iter=1)
-    pipeline = TrainPipelinePT2[Batch, torch.Tensor](
-        model, dense_optimizer(model), CPU, config, input_transformer=None
-    )
+    pipeline = TrainPipelinePT2[Batch, torch.Tensor](model, dense_optimizer(model), CPU, config, input_transformer=None)
     outputs = drain(pipeline.progress, (batch_of(n) for n in range(4)))
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     return same(plain_loop(plain, (batch_of(n) for n in range(4))), outputs) and equal(model, plain), breaks

@@ -163,7 +163,8 @@ UPSTREAM = {
 @pytest.mark.parametrize(("start", "stash"), UPSTREAM)
 def test_batches_see_what_torchrecs_see(start: int, stash: bool) -> None:
     model = DistributedModelParallel(Small(), ShardingEnv.from_local(1, 0))
-    optimizer = torch.optim.SGD(model.module.over.parameters(), lr=0.05)
+    inner: Any = model.module
+    optimizer = torch.optim.SGD(inner.over.parameters(), lr=0.05)
     pipeline: Any = TrainPipelineSemiSync(model, optimizer, CPU, start_batch=start, stash_gradients=stash)
     lengths = torch.tensor([2, 1, 3])
     batches = (KeyedJaggedTensor(["f"], torch.arange(6) * (n + 1) % 20, None, lengths) for n in range(7))

@@ -37,6 +37,7 @@ from shardwise import (
     construct_module_sharding_plan,
 )
 from shardwise.embeddings import LAMB, CombinedOptimizer
+from shardwise.embeddings.collections.position_weights import BaseGroupedFeatureProcessor
 from shardwise.embeddings.optim.fbgemm_types import EmbeddingLocation, EmbOptimType
 from shardwise.sharding import (
     Awaitable,
@@ -62,7 +63,6 @@ from shardwise.sharding.torchrec.embedding_sharding import (
     sharded_tables,
 )
 from shardwise.sharding.torchrec.embedding_types import (
-    BaseGroupedFeatureProcessor,
     KJTList,
     ListOfKJTList,
     ShardedEmbeddingModule,
@@ -139,9 +139,10 @@ def batch_of(keys: list[str], lengths: list[int], *, weighted: bool = False) -> 
 
 def trained(module: Any, batch: KeyedJaggedTensor, steps: int = 1) -> Tensor:
     """The last output of as many steps, whose gradients are cosines of the place."""
+    output = torch.empty(0)
     for _ in range(steps):
         found = module(batch)
-        output: Tensor = found.values() if isinstance(found, KeyedTensor) else found
+        output = found.values() if isinstance(found, KeyedTensor) else found
         (output * torch.arange(output.numel()).view(output.shape).cos()).sum().backward()
     return output.detach()
 
@@ -534,7 +535,7 @@ def own_beside_ours() -> Any:
     weights, losses = [], []
     for kind, sharders in ((EmbeddingBagCollection, None), (OwnBags, [OwnSharder()])):
         net: Any = Net(kind)
-        dmp = DistributedModelParallel(net, plan=ShardingPlan({"bags": of_module}), sharders=sharders)
+        dmp: Any = DistributedModelParallel(net, plan=ShardingPlan({"bags": of_module}), sharders=sharders)
         dense = torch.optim.SGD(dmp.module.over.parameters(), lr=0.1)
         losses.append([])
         for step in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,12 @@ def test_it_has_the_shape_of_its_pieces_side_by_side_and_says_where_they_lie() -
 
 
 def test_operations_act_on_each_piece() -> None:
-    made, other = pieces(), pieces()
+    made: Any = pieces()
+    other: Any = pieces()
     doubles = made.to(torch.float64)
     assert doubles.dtype == torch.float64 and [s.dtype for s in doubles.local_shards()] == [torch.float64] * 2
-    zeros, empty = torch.zeros_like(made), torch.empty_like(made)
+    zeros: Any = torch.zeros_like(made)
+    empty: Any = torch.empty_like(made)
     assert all(not s.any() for s in zeros.local_shards()) and empty.local_offsets() == made.local_offsets()
     assert made.new_empty([4, 5]).local_sizes() == made.local_sizes()
     assert torch.equal(made, other) and not torch.equal(made, zeros)
@@ -70,7 +73,7 @@ def test_operations_act_on_each_piece() -> None:
         alias.local_shards()[1].fill_(9)
         assert made.local_shards()[1].unique().item() == 9
         made.copy_(copied)
-    one = LocalShardsWrapper([torch.arange(6.0).view(3, 2)], [(1, 0)])
+    one: Any = LocalShardsWrapper([torch.arange(6.0).view(3, 2)], [(1, 0)])
     assert one.view([2, 3]).local_shards()[0].tolist() == [[0, 1, 2], [3, 4, 5]]
     made.requires_grad_()
     assert all(s.requires_grad for s in made.local_shards())
@@ -208,6 +211,5 @@ def test_sharded_tables_with_several_pieces_a_rank_are_dtensors_that_checkpoints
 
 
 def test_torchrecs_name_is_served() -> None:
-    from shardwise.torchrec.distributed.shards_wrapper import LocalShardsWrapper as Served
-
-    assert Served is LocalShardsWrapper
+    served = import_module("shardwise.torchrec.distributed.shards_wrapper")
+    assert served.LocalShardsWrapper is LocalShardsWrapper
