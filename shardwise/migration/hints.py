@@ -31,7 +31,6 @@ HINTS: Mapping[str, str] = {
     "torchrec.distributed.batched_embedding_kernel": _HOST_TIERS,
     "torchrec.distributed.embedding_dim_bucketer": _HOST_TIERS,
     "torchrec.distributed.embedding_sharding.FusedKJTListSplitsAwaitable": _SIZES,
-    "torchrec.distributed.embedding_sharding.KJTListSplitsAwaitable": _SIZES,
     "torchrec.distributed.embedding_sharding.KJTSplitsAllToAllMeta": _SIZES,
     "torchrec.distributed.model_tracker": "changed ids are not tracked",
     "torchrec.distributed.test_utils": "what TorchRec tests itself with is served as far as programs' own tests use it",
