@@ -22,11 +22,13 @@ from shardwise.models import (
     CrossNet,
     DeepFM,
     DLRM_Projection,
+    DLRM_Transformer,
     DLRMWrapper,
     FactorizationMachine,
     FMInteractionArch,
     InteractionDCNArch,
     InteractionProjectionArch,
+    InteractionTransformerArch,
     LazyModuleExtensionMixin,
     LowRankCrossNet,
     LowRankMixtureCrossNet,
@@ -98,6 +100,7 @@ def main() -> None:
     train("DLRM", DLRM(tables(), DENSE, *layers))
     train("DLRM_DCN", DLRM_DCN(tables(), DENSE, *layers, dcn_num_layers=2, dcn_low_rank_dim=4))
     train("DLRM_Projection", DLRM_Projection(tables(), DENSE, *layers, [16, 2 * DIM], [16, 3 * DIM]))
+    train("DLRM_Transformer", DLRM_Transformer(tables(), DENSE, *layers, nhead=4, ntransformer_layers=1))
     train("SimpleDeepFMNN", SimpleDeepFMNN(DENSE, tables(), 16, 8))
     train("DLRMWrapper", DLRMWrapper(tables(), DENSE, *layers), wrapped=True)
     train("SimpleDeepFMNNWrapper", SimpleDeepFMNNWrapper(DENSE, tables(), 16, 8), wrapped=True)
@@ -114,7 +117,9 @@ def main() -> None:
     dense, sparse = torch.randn(5, DIM), torch.randn(5, 3, DIM)
     crossed = InteractionDCNArch(3, CrossNet(4 * DIM, 1))(dense, sparse)
     projected = InteractionProjectionArch(3, nn.Linear(4 * DIM, 2 * DIM), nn.Linear(4 * DIM, DIM))(dense, sparse)
-    print(f"interactions: {crossed.shape[1]} and {projected.shape[1]} columns; pairs of 4: {choose(4, 2)}")
+    attended = InteractionTransformerArch(3, DIM, nhead=4, ntransformer_layers=1)(dense, sparse)
+    columns = ", ".join(str(found.shape[1]) for found in (crossed, projected, attended))
+    print(f"interactions: {columns} columns; pairs of 4: {choose(4, 2)}")
     deep, pairs = DeepFM(nn.Linear(4 * DIM, 6))([dense, sparse]), FactorizationMachine()([dense, sparse])
     kjt = KeyedJaggedTensor(keys=KEYS, values=torch.arange(6), lengths=torch.tensor([1, 1, 2, 0, 1, 1]))
     fm = FMInteractionArch(4 * DIM, KEYS, 6)(dense[:2], tables()(kjt))

@@ -12,7 +12,7 @@ from ..constraints import ParameterConstraints
 from ..topology import Perf, Topology
 from .annotations import decorated_names
 from .evaluators import get_embedding_perf_sharding_evaluator
-from .hardware import EmbeddingPerfEstimatorConfig, HardwarePerfConfig
+from .hardware import EmbeddingPerfEstimatorConfig, HardwarePerfConfig, PerfCoefficientConfig
 from .shard_context import ShardPerfContext
 from .sharding_option import SharderDataMap, ShardingOption
 from .types import ShardEstimator
@@ -20,6 +20,8 @@ from .types import ShardEstimator
 Config = TypeVar("Config", bound=type[HardwarePerfConfig])
 # what only formulas of a config's own read
 _FOR_OWN_FORMULAS = ("hbm_mem_bw", "ddr_mem_bw", "ssd_mem_bw", "intra_host_bw", "inter_host_bw")
+# of its coefficients
+_OF_TOPOLOGY = ("bwd_compute_multiplier", "weighted_feature_bwd_compute_multiplier")
 
 
 class EmbeddingPerfEstimator(ShardEstimator):
@@ -34,7 +36,7 @@ class EmbeddingPerfEstimator(ShardEstimator):
         use_batch_inputs_for_expected_cache_fetches: a cache misses a share of all ids, not of the different ones.
         use_linear_regression_prefetch_estimate: the config's `PrefetchCoefficients` say how long a prefetch takes.
 
-    A config that sets a bandwidth which nothing reads gets a warning.
+    A config that sets a bandwidth or a multiplier which nothing reads gets a warning.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class EmbeddingPerfEstimator(ShardEstimator):
         unread = [
             name for name in _FOR_OWN_FORMULAS if getattr(self._config, name) != getattr(HardwarePerfConfig, name)
         ]
+        coefficients = self._config.coefficients
+        unread += [name for name in _OF_TOPOLOGY if getattr(coefficients, name) != getattr(PerfCoefficientConfig, name)]
         if unread and not decorated_names(self._config):
             warnings.warn(
                 f"{type(self._config).__name__} sets {', '.join(unread)}, which only formulas of its own could read:"

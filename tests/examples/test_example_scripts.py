@@ -182,13 +182,14 @@ def test_every_model_of_the_example_learns_and_every_part_runs() -> None:
     printed = run_script("examples/models.py")
     losses = re.findall(r"(\w+): loss (\S+) -> (\S+)", printed)
     assert [name for name, *_ in losses] == [
-        "DLRM", "DLRM_DCN", "DLRM_Projection", "SimpleDeepFMNN", "DLRMWrapper", "SimpleDeepFMNNWrapper",
+        "DLRM", "DLRM_DCN", "DLRM_Projection", "DLRM_Transformer", "SimpleDeepFMNN", "DLRMWrapper",
+        "SimpleDeepFMNNWrapper",
     ]  # fmt: skip
     assert all(float(last) < 0.9 * float(first) for _, first, last in losses), losses
     lines = printed.splitlines()[len(losses) :]
     assert [line.split(":")[1].strip() for line in lines[:4]] == ["(5, 32)"] * 4
     assert lines[4:] == [
-        "interactions: 32 and 10 columns; pairs of 4: 6",
+        "interactions: 32, 10, 32 columns; pairs of 4: 6",
         "DeepFM: (5, 6), pairs (5, 1), together (2, 15)",
         "weights of ['item']: [1.0, 1.0], [1.0, 1.0]",
         "lazily: True, True",

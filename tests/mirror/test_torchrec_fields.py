@@ -62,8 +62,11 @@ from shardwise.inference import BatchingMetadata, QualNameMetadata
 from shardwise.migration.torchrec_names import TABLE
 from shardwise.planner import Skew
 from shardwise.planner.topology import BasicCommsBandwidths, DeviceHardware, Perf, Storage
-from shardwise.planner.torchrec import topology_factory as factory
+from shardwise.planner.torchrec import hardware, topology_factory as factory
+from shardwise.planner.torchrec.evaluators import get_embedding_perf_sharding_evaluator
 from shardwise.planner.torchrec.partitioners import ShardingOptionGroup
+from shardwise.planner.torchrec.perf_estimators import EmbeddingPerfEstimator
+from shardwise.planner.torchrec.shard_context import ShardPerfContext
 from shardwise.planner.torchrec.sharding_option import Shard as PlannedShard, SharderData
 from shardwise.planner.torchrec.types import CriticalPathEstimate, PlanDebugStats
 from shardwise.sharding import CacheParams, EmbeddingModuleShardingPlan, column_wise, table_wise
@@ -71,6 +74,7 @@ from shardwise.sharding.comms.qcomms import CommType, QCommsConfig, QuantizedCom
 from shardwise.sharding.dmp.dmp_collection import DMPCollectionConfig
 from shardwise.sharding.pipeline import arguments
 from shardwise.sharding.pipeline.accumulation import AccumulatingOptimizer, GradientAccumulationConfig
+from shardwise.sharding.pipeline.compiled import TorchCompileConfig
 from shardwise.sharding.pipeline.staged import PipelineStage
 from shardwise.sharding.pools import ObjectPoolShardingPlan
 from shardwise.sharding.quant.inspect import WeightSpec
@@ -296,7 +300,60 @@ def accumulated(**settings: Any) -> Any:
 
 FP8, MX4, FP16 = CommType.FP8, CommType.MX4, CommType.FP16
 GIB = 2**30
+
+
+def priced(**fields: Any) -> Any:
+    """Milliseconds of a cached, weighted shard under each sharding type, on a machine with these coefficients."""
+    config = hardware.HardwarePerfConfig()
+    config.coefficients = hardware.PerfCoefficientConfig(**fields)
+    topology, kernel = Topology(4, "cuda"), "fused_uvm_caching"
+    EmbeddingPerfEstimator(topology, config=config)
+    perfs = []
+    for kind in ("table_wise", "row_wise", "table_row_wise", "data_parallel", "column_wise"):
+        context = ShardPerfContext(
+            sharding_type=kind, compute_kernel=kernel, hash_size=1000, emb_dim=64, is_weighted=True, world_size=4,
+            batch_sizes=[64], num_poolings=[1.0], input_lengths=[3.0], table_data_type_size=4.0, caching_ratio=0.25,
+            device_bw=config.get_device_bw("cuda", kernel, 1e6, 1e5, 1e4, 1e5, 0.25), expected_miss_rate=0.5,
+            hash_size_for_clamping=1000, comms_bandwidths=topology.comms_bandwidths, hbm_to_ddr_mem_bw=1e5,
+            cache_stats_expected_lookups=500,
+            use_linear_regression_prefetch_estimate=fields.get("prefetch") is not None,
+        )  # fmt: skip
+        perfs.append(repr(get_embedding_perf_sharding_evaluator(kind, False).compute_perf(context, config)))
+    return perfs
+
+
+def priced_by(part: str, kind: Callable[..., Any], **fields: Any) -> Any:
+    """The same, of a part of them: coefficients of both directions, of one, or of a prefetch."""
+    made = kind(**fields)
+    return priced(default=hardware.EstimatorPerfCoefficients(made)) if part == "fwd" else priced(**{part: made})
+
+
+TWICE = hardware.EstimatorPerfCoefficients(hardware.PerfCoefficient(lookup_size_multiplier=2.0))
+
 SETTINGS: dict[type, dict[str, Probe]] = {
+    hardware.PerfCoefficientConfig: {
+        **dict.fromkeys(
+            ("table_wise", "row_wise", "table_row_wise", "data_parallel", "column_wise", "default"),
+            Probe(priced, TWICE),
+        ),
+        "by_kernel": Probe(priced, {("table_wise", "fused_uvm_caching"): TWICE}),
+        "bwd_compute_multiplier": Probe(priced, 9.0),
+        "weighted_kernel_multiplier": Probe(priced, 9.0),
+        "weighted_feature_bwd_compute_multiplier": Probe(priced, 9.0),
+        "prefetch": Probe(priced, hardware.PrefetchCoefficients(1.0, 2.0, 3.0)),
+    },
+    hardware.EstimatorPerfCoefficients: {
+        name: Probe(partial(priced_by, "default", hardware.EstimatorPerfCoefficients), hardware.PerfCoefficient(7.0))
+        for name in ("fwd", "bwd")
+    },
+    hardware.PerfCoefficient: {
+        f"{name}_multiplier": Probe(partial(priced_by, "fwd", hardware.PerfCoefficient), 7.0)
+        for name in ("input_read_size", "lookup_size", "embedding_output", "hash_size")
+    },
+    hardware.PrefetchCoefficients: {
+        f"expected_{name}_coefficient": Probe(partial(priced_by, "prefetch", hardware.PrefetchCoefficients), 7.0)
+        for name in ("num_lookups", "num_unique_lookups", "size_cache_fetches")
+    },
     EmbeddingBagConfig: of_config(EmbeddingBagConfig, EmbeddingBagCollection),
     EmbeddingConfig: of_config(EmbeddingConfig, EmbeddingCollection),
     BaseEmbeddingConfig: of_config(EmbeddingConfig, EmbeddingCollection),
@@ -442,6 +499,7 @@ ELSEWHERE: dict[type, str] = {
     Batch: "test_data_clicks.py",
     ShardedEmbeddingTable: "test_embedding_sharding.py",
     ObjectPoolShardingPlan: "test_sharded_pools.py",
+    TorchCompileConfig: "test_pipeline_compiled.py",
 }
 
 
@@ -456,7 +514,7 @@ RECORDS: tuple[type, ...] = (
     embedding_types.InputDistOutputs, embedding_types.ShardedConfig, embedding_types.ShardedMetaConfig,
     embedding_sharding.EmbeddingShardingContext, embedding_sharding.EmbeddingShardingInfo, ShardedTensorMetadata,
     ModelInput, SequenceVBEContext,
-    PruningLogBase,
+    PruningLogBase, ShardPerfContext, arguments.EmbeddingTrainPipelineContext,
 )  # fmt: skip
 
 
