@@ -29,6 +29,7 @@ from shardwise import (
     apply_optimizer_in_backward,
 )
 from shardwise.embeddings import PoolingType
+from shardwise.embeddings.collections.sorted_select import sorted_index_select
 from shardwise.embeddings.optim.fbgemm_types import ComputeDevice, EmbeddingLocation, OptimType
 from shardwise.fbgemm.tables import SplitTableBatchedEmbeddingBagsCodegen
 from shardwise.kernels import (
@@ -60,6 +61,7 @@ from shardwise.sharding import EmbeddingBagCollectionSharder, construct_module_s
 from shardwise.sharding.engine.dedup import CutGradient
 from shardwise.sharding.torchrec.async_collective import copies
 from shardwise.sharding.torchrec.comm_ops import alltoall_pooled
+from shardwise.sharding.torchrec.grouped_lookup import CommOpGradientScaling
 
 OPS = torch.ops.shardwise
 
@@ -96,6 +98,8 @@ FUNCTIONS = {
     "async_collective._Copies": "test_copies_for_all_ranks_are_differentiated_twice",
     "sparse_gradient._LookupWithSparseGradient": "test_lookups_of_the_optimizer_none_are_not_differentiated_twice",
     "training._Reached": "test_a_fused_lookup_of_fbgemm_is_not_differentiated_twice",
+    "grouped_lookup.CommOpGradientScaling": "test_scaled_gradients_and_sorted_selections_are_differentiated_twice",
+    "sorted_select._SortedSelect": "test_scaled_gradients_and_sorted_selections_are_differentiated_twice",
     "_op._Refused": "test_a_fused_lookup_is_not_differentiated_twice",
 }
 
@@ -377,6 +381,13 @@ def test_jagged_ops_pass_gradgradcheck(name: str) -> None:
     for entry in jagged_entries()[name]:
         given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in entry.shapes]
         assert torch.autograd.gradgradcheck(entry.run, given, fast_mode=True, check_undefined_grad=False)
+
+
+def test_scaled_gradients_and_sorted_selections_are_differentiated_twice() -> None:
+    rows = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    indices = ints(2, 0, 2, 3)
+    assert torch.autograd.gradgradcheck(lambda rows: sorted_index_select(rows, indices), rows)
+    assert torch.autograd.gradgradcheck(lambda rows: CommOpGradientScaling.apply(rows, 3), rows)
 
 
 def test_every_op_is_listed() -> None:

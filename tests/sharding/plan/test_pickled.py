@@ -62,6 +62,7 @@ def option() -> Any:
 # by module and class: how to make one
 MADE: dict[str, dict[str, Callable[[], Any]]] = {
     "sharding": {
+        "TorchCompileConfig": lambda: sharding.TorchCompileConfig(fullgraph=True, backend="eager", compile_on_iter=1),
         "CacheParams": lambda: sharding.CacheParams(load_factor=0.25),
         "DefaultDataParallelWrapper": lambda: sharding.DefaultDataParallelWrapper(allreduce_comm_precision="bf16"),
         "DMPCollectionConfig": lambda: sharding.DMPCollectionConfig(
@@ -142,10 +143,13 @@ _STATE = "modules and optimizers go by state_dict"
 # by module and class: why none is sent
 LEFT_OUT: dict[str, dict[str, str]] = {
     "sharding": dict.fromkeys((
-        "DMPCollection", "DataLoadingThread", "DistributedModelParallel", "EvalPipelineSparseDist",
+        "DMPCollection", "DataLoadingThread", "DistributedModelParallel", "EvalPipelineFusedSparseDist",
+        "EvalPipelineSparseDist",
         "GradientAccumulationWrapper", "PipelineStage", "PrefetchTrainPipelineSparseDist",
         "ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection", "ShardingEnv", "ShardingEnv2D",
-        "SparseDataDistUtil", "StagedTrainPipeline", "TrainPipelineBase", "TrainPipelineSparseDist",
+        "SparseDataDistUtil", "StagedTrainPipeline", "TrainPipelineBase", "TrainPipelineFusedSparseDist",
+        "TrainPipelinePT2", "TrainPipelineSemiSync", "TrainPipelineSparseDist", "TrainPipelineSparseDistCompAutograd",
+        "TrainPipelineSparseDistLite",
     ), _LIVE),
     "planner": {"Suggestion": "holds a request, which holds what `plan` was given"},
     "embeddings": dict.fromkeys((
