@@ -192,7 +192,7 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
                 self._after_backward()
                 self.sync_embeddings(self._model, self._sync_interval, self._context_type(index=self._steps))
                 self._optimizer_step()
-            self._steps += 1
+                self._steps += 1
         finally:
             self.dequeue_batch()
         return output
