@@ -121,18 +121,21 @@ class GenericITEPModule(nn.Module):
         """
         if not self.enable_pruning or not self._rows:
             return sparse_features
+        values = sparse_features.values().clone()
+        offsets = sparse_features.offset_per_key()
+        mapped = [
+            (number, self._table_of[key], part)
+            for number, key in enumerate(sparse_features.keys())
+            if key in self._table_of and (part := values[offsets[number] : offsets[number + 1]]).numel()
+        ]
+        # before anything changes
+        for _, table, part in mapped:
+            require_ids_below(table, part, self._of(table)[0].shape[0])
         if self.training and prunes_at(cur_iter, self.pruning_interval):
             self._prune(cur_iter)
         counted = self.training and counts_at(cur_iter)
-        values = sparse_features.values().clone()
-        offsets = sparse_features.offset_per_key()
-        for number, key in enumerate(sparse_features.keys()):
-            table = self._table_of.get(key)
-            part = values[offsets[number] : offsets[number + 1]]
-            if table is None or not part.numel():
-                continue
+        for number, table, part in mapped:
             addresses, utilization = self._of(table)
-            require_ids_below(table, part, addresses.shape[0])
             if counted:
                 utilization += id_counts(part, addresses.shape[0], times_used(sparse_features, number))
             part.copy_(addresses[part.long()])

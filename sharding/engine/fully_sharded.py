@@ -113,9 +113,9 @@ class FullyShardedShards(LocalShards):
         self.replicas, self.defers = replicas, False
         self._weights: list[_Part] = []
         self._states: list[_Part] = []
-        # parameters that show NaNs, and what their versions were then
+        # parameters that show NaNs, and what their versions and memory were then
         self._shown: dict[str, nn.Parameter] = {}
-        self._versions: list[int] = []
+        self._versions: list[tuple[int, int]] = []
         # blocks of `whole` that this rank is in, and whether one of them keeps what it changed
         self._blocks, self._keeps = 0, False
 
@@ -150,17 +150,27 @@ class FullyShardedShards(LocalShards):
         self._shown = {name: param for name, param in self.tables.parameters.items() if name in names}
         for param in self._shown.values():
             param.data = blank_like(param.data)
-        self._versions = [param._version for param in self._shown.values()]
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[tuple[int, int]]:
+        """What changes with most writes to parameters, `param.data = ...` among them."""
+        return [(param._version, param.data_ptr()) for param in self._shown.values()]
 
     def _require_unwritten(self) -> None:
         """Refuse what was written to parameters while their rows were away: torch does not refuse all of it."""
-        versions = [param._version for param in self._shown.values()]
-        if versions == self._versions:
+        if self._blocks:
+            # inside of `whole` they are here
+            return
+        versions = self._versions_now()
+        # nothing shows `param.data.fill_(...)` but the number itself, which the CPU can look at for nothing
+        if versions == self._versions and all(param.device.type != "cpu" for param in self._shown.values()):
             return
         self._versions = versions
         for name, param in self._shown.items():
             # host sync on CUDA: a load bumps versions too, and writes nothing
             if param.numel() and not bool(param.flatten()[:1].isnan()):
+                # what was written goes, so that the next call may go on
+                self._blank()
                 raise RuntimeError(
                     f"table {name!r}: its parameter was written while its rows were away (FULLY_SHARDED), which changes"
                     " none of them: write inside `with model.whole_tables(keep=True)`, or load a state dict"
@@ -214,7 +224,11 @@ class FullyShardedShards(LocalShards):
             raise
         for part in parts:
             part.start_mean()
-        if not self.defers:
+        if self._blocks:
+            # inside of `whole` they are here again
+            self._gather(parts)
+            self.tables._place_parameters()
+        elif not self.defers:
             # the rest of a backward need not wait for it
             if torch._C._current_graph_task_id() != -1:
                 engine: Any = torch.autograd.Variable._execution_engine
@@ -225,11 +239,11 @@ class FullyShardedShards(LocalShards):
     @contextmanager
     def whole(self, *, keep: bool = False) -> Iterator[None]:
         """As `LocalShards.whole`: gathers weights and states, of which each replica keeps its part afterwards."""
+        self._require_unwritten()
         self._blocks, self._keeps = self._blocks + 1, self._keeps or keep
         gathered: list[_Part] = []
         try:
             if self._blocks == 1:
-                self._require_unwritten()
                 gathered = self._gather([*self._weights, *self._states])
                 self.tables._place_parameters()
             yield

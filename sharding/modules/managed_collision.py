@@ -28,6 +28,7 @@ from shardwise.embeddings.managed_collision import (
 from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 
 from ...planner.layout import CAPABILITIES, Shard, Span
+from ..comms.agreement import agree
 from ..comms.awaitable import LazyAwaitable
 from ..comms.env import ShardingEnv, ShardingEnv2D
 from ..engine.collection import ShardedCollection
@@ -273,7 +274,9 @@ class ShardedManagedCollisionEmbeddings(
         super().__init__()
         self._managed_collision_collection = maps
         self._embedding_module = collection
-        collection.returns_mapped = module._return_remapped_features
+        collection.returns_mapped = returns = module._return_remapped_features
+        # slots travel back on all ranks or on none
+        agree(collection._exchange, collection.device, lambda: (None, {"return_remapped_features": str(returns)}))
         self.train(module.training)
 
     def forward(

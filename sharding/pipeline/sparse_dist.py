@@ -192,7 +192,7 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
                 self._after_backward()
                 self.sync_embeddings(self._model, self._sync_interval, self._context_type(index=self._steps))
                 self._optimizer_step()
-            self._steps += 1
+                self._steps += 1
         finally:
             self.dequeue_batch()
         return output
@@ -290,7 +290,8 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
 class TrainPipelineSparseDistLite(TrainPipelineSparseDist[In, Out]):
     """Copies the next batch to the device and no more: one batch is under way, its ids travel in its own step.
 
-    For a device without room for the ids of a second batch. A batch is loaded between backward and step.
+    For a device without room for the ids of a second batch. A batch is loaded between backward and step. Replicas of a
+    `DMPCollection` are averaged by your own `sync()` alone, as under TorchRec's.
 
     Args as `TrainPipelineSparseDist`.
     """

@@ -276,3 +276,18 @@ def test_what_cannot_be_pruned_is_refused() -> None:
     state["_itep_module.a_itp_address_lookup"] = torch.ones(IDS, dtype=torch.int64)
     with pytest.raises(ValueError, match="gives rows to several ids"):
         model.load_state_dict(state)
+
+
+def test_a_batch_that_is_refused_counts_no_id_and_prunes_nothing() -> None:
+    """Its ids before the bad one were counted, and rows changed hands, again so when the batch was given once more."""
+    tables = [EmbeddingBagConfig(3, 4, name, feature_names=[name]) for name in "ab"]
+    pruned = ITEPEmbeddingBagCollection(EmbeddingBagCollection(tables), GenericITEPModule({"a": 9, "b": 9}))
+    good = KeyedJaggedTensor(["a", "b"], torch.tensor([8, 7]), lengths=torch.tensor([1, 1]))
+    bad = KeyedJaggedTensor(["a", "b"], torch.tensor([6, 9]), lengths=torch.tensor([1, 1]))
+    for _ in range(4):
+        before = {name: value.clone() for name, value in pruned.state_dict().items()}
+        with pytest.raises(IndexError, match="id 9 is not in"):
+            pruned(bad)
+        for name, value in pruned.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        pruned(good)

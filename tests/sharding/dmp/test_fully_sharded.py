@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from jagged_batches import random_kjt
 from model_zoo import bag_tables, row_tables
-from ranks import run_ranks, world_group
+from ranks import error_of, run_ranks, world_group
 from sharding_steps import local_tensors
 from torch import Tensor, nn
 
@@ -221,6 +221,51 @@ def steps_beside(optimizer: str) -> None:
 def test_steps_are_those_of_default_with_a_sync_after_each(optimizer: str) -> None:
     """Losses, outputs, weights and optimizer states, bit for bit; in evaluation and with gradients that wait, too."""
     run_ranks(WORLD, steps_beside, optimizer)
+
+
+def steps_in_a_block(keep: bool) -> None:
+    """A step and an evaluation inside of `whole_tables`, and with `keep` a write between them."""
+    whole, spread = build(DEFAULT, "adam", 1), build(FULLY, "adam", 1)
+    (wide, other), name = (dense_of(whole), dense_of(spread)), "ebc.embedding_bags.tf.weight"
+    step_of(whole, wide, batch_of(0)), step_of(spread, other, batch_of(0))
+    with spread.whole_tables(keep=keep), torch.no_grad():
+        for model, dense in ((whole, wide), (spread, other)):
+            with torch.enable_grad():
+                step_of(model, dense, batch_of(1))
+            if keep:
+                model.get_parameter(f"module.{name}").mul_(0.5)
+        for (name, one), other_param in zip(whole.named_parameters(), spread.parameters(), strict=True):
+            assert torch.equal(one, other_param), name
+        whole.eval(), spread.eval()
+        assert torch.equal(whole(batch_of(9))[1], spread(batch_of(9))[1])
+        whole.train(), spread.train()
+    assert all(map(torch.equal, step_of(whole, wide, batch_of(2)), step_of(spread, other, batch_of(2))))
+    expect_equal(state_of(whole), state_of(spread))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_step_inside_of_whole_tables_is_a_step_like_any_other(keep: bool) -> None:
+    """With keep=True such a step left NaNs in all tables, without a word, since its end let the whole tables go; and
+    a lookup after a write in the block was refused as one of tables that are away."""
+    run_ranks(2, steps_in_a_block, keep)
+
+
+def refused_writes() -> list[str]:
+    spread, errors = build(FULLY, size=1), []
+    param = spread.get_parameter("module.ebc.embedding_bags.ta.weight")
+    for write in (lambda: param.data.fill_(0.0), lambda: setattr(param, "data", torch.zeros(param.shape))):
+        write()
+        errors.append(error_of(spread.state_dict))
+        # told once: what was written is gone
+        spread.load_state_dict(spread.state_dict())
+    return errors
+
+
+def test_writes_to_data_of_parameters_that_are_away_are_refused() -> None:
+    """`param.data = ...` and `param.data.fill_(...)` change no version of the parameter, so they were taken for
+    nothing: the program went on with the tables as they were, without a word."""
+    for errors in run_ranks(2, refused_writes):
+        assert len(errors) == 2 and all("'ta': its parameter was written" in error for error in errors), errors
 
 
 def memory() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from jagged_batches import kjt
-from ranks import run_ranks
+from ranks import error_of, run_ranks
 from torch import Tensor, nn
 
 from shardwise import (
@@ -387,6 +387,18 @@ def test_slots_of_features_with_batch_sizes_of_their_own_come_back(pooled: bool)
         assert remapped.keys() == ["f", "g", "h"] and remapped.stride_per_key() == [3, 1, 2]
         assert torch.equal(remapped.values(), expected.values()) and torch.equal(remapped.lengths(), expected.lengths())
         assert len(set(remapped.values().tolist())) == 3 and len(outputs) == 3
+
+
+def differing() -> str:
+    model = Net(True, return_remapped_features=dist.get_rank() == 1)
+    return error_of(lambda: DistributedModelParallel(model, plan=plan_of(model, "table_wise")))
+
+
+def test_ranks_that_differ_in_whether_slots_come_back_are_told() -> None:
+    """The rank that asked for slots waited for the others', who took its exchange for that of rows: a hang or bytes of
+    another thing, in the first step."""
+    for error in run_ranks(2, differing, timeout=60.0):
+        assert "return_remapped_features: rank 0 has False, rank 1 has True" in error, error
 
 
 def refused() -> list[str]:

@@ -130,6 +130,24 @@ def test_every_batch_sees_the_tables_that_are_promised(world: int, kind: str, st
     assert run_ranks(world, beside_the_loop, kind, start, stash) == [(True, True, False)] * world
 
 
+def counted_beside_evaluations() -> list[bool]:
+    model = of_model("ps")
+    pipeline: Any = TrainPipelineSemiSync(model, optimizer_of(model), CPU, start_batch=2)
+    semi, given = [], map(batch_of, range(6))
+    for _ in range(3):
+        for training in (True, False):
+            model.train(training)
+            pipeline.progress(given)
+            semi.append(pipeline.is_semi_sync())
+    return semi
+
+
+def test_batches_of_an_evaluation_do_not_count() -> None:
+    """They counted, so lookups missed updates before `start_batch` batches had trained, and a `DMPCollection` whose
+    replicas are averaged every second batch was never averaged where each was followed by one of an evaluation."""
+    assert run_ranks(1, counted_beside_evaluations) == [[False, False, True, True, True, True]]
+
+
 def test_until_its_first_batch_all_is_in_sync() -> None:
     assert run_ranks(2, beside_the_loop, "ps", 20, True) == [(True, True, True)] * 2
 
