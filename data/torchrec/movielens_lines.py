@@ -44,7 +44,7 @@ def movielens_20m(
     lines: IterDataPipe[list[str]] = _read(root, RATINGS_FILENAME, **open_kw)
     if include_movies_data:
         movies = {number: rest for number, *rest in _read(root, MOVIES_FILENAME, **open_kw)}
-        lines = lines.map(partial(_with_movie, movies=movies))
+        lines = lines.map(_WithMovie(movies))
     return lines if row_mapper is None else lines.map(row_mapper)
 
 
@@ -64,7 +64,16 @@ def _read(root: str | os.PathLike[str], name: str, **open_kw: Any) -> ReadLinesF
     return ReadLinesFromCSV(files, skip_first_line=True, delimiter=",")
 
 
-def _with_movie(rating: list[str], movies: dict[str, list[str]]) -> list[str]:
-    if rating[1] not in movies:
-        raise KeyError(f"movieId {rating[1]} of a rating is not in {MOVIES_FILENAME}")
-    return rating + movies[rating[1]]
+class _WithMovie:
+    """Joins a rating's fields with its movie's. Pipes print what they map with in their errors: not all movies."""
+
+    def __init__(self, movies: dict[str, list[str]]) -> None:
+        self.movies = movies
+
+    def __call__(self, rating: list[str]) -> list[str]:
+        if rating[1] not in self.movies:
+            raise KeyError(f"movieId {rating[1]} of a rating is not in {MOVIES_FILENAME}")
+        return rating + self.movies[rating[1]]
+
+    def __repr__(self) -> str:
+        return f"with_movie({len(self.movies)} movies)"

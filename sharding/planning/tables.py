@@ -136,7 +136,12 @@ class OfModel:
         """Those of `cost` that the table's sharder offers."""
         if not isinstance(table, ModelTable):
             return self._cost.ways(table, constraint)
-        ways = self._cost.ways(table, _offered(table, constraint))
+        asked = constraint if "fused" in _cut_kernels(table) else _offered(table, constraint)
+        ways = [way for way in self._cost.ways(table, asked) if (way.sharding_type, way.compute_kernel) in table.ways]
+        if ways or asked is not constraint:
+            return ways
+        # cuts into one part are left out beside plainer ways, which this sharder may not offer
+        ways = list(self._cost.ways(table, _offered(table, constraint)))
         return [way for way in ways if (way.sharding_type, way.compute_kernel) in table.ways]
 
     def price(self, table: Table, way: Way) -> Choice:
@@ -152,10 +157,13 @@ class OfModel:
         return OfModel(at(self._cost, topology, batch_size))
 
 
+def _cut_kernels(table: ModelTable) -> set[str]:
+    return {kernel for kind, kernel in table.ways if kind != DATA_PARALLEL}
+
+
 def _offered(table: ModelTable, constraint: ParameterConstraints | None) -> ParameterConstraints | None:
-    """A constraint, and what a sharder that offers cut tables no fused kernel leaves of it, where it leaves less."""
-    kernels = list(dict.fromkeys(kernel for kind, kernel in table.ways if kind != DATA_PARALLEL))
-    if table.served or not table.ways or "fused" in kernels:
+    """A constraint, and what the table's sharder leaves of it."""
+    if table.served or not table.ways:
         return constraint
     types = list(dict.fromkeys(kind for kind, _ in table.ways))
     kernels = list(dict.fromkeys(kernel for _, kernel in table.ways))

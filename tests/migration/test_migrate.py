@@ -113,7 +113,7 @@ def test_a_name_that_differs_is_linked_to_its_rows() -> None:
     assert [(row.link, row.word, row.torchrec) for row in entry.differences] == [
         ("docs/differences.md#sharding", "looks", "A `Topology` assumes 32 GiB on every GPU")
     ]
-    assert finding("torchrec.distributed.types.ShardingType").status == "works"
+    assert finding("torchrec.modules.embedding_configs.PoolingType").status == "works"
 
 
 @pytest.mark.parametrize(

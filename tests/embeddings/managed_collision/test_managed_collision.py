@@ -32,6 +32,7 @@ from shardwise.embeddings.managed_collision import (
     ManagedCollisionCollection,
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
+    ManagedCollisionModule,
     MCHEvictionPolicy,
     MCHManagedCollisionModule,
     apply_mc_method_to_jt_dict,
@@ -470,3 +471,65 @@ def test_gradients_that_wait_go_with_the_ids_that_had_the_row() -> None:
     # a step of Adagrad for a gradient of 1
     expected = fresh_rows(table, 2, 2) - 0.1
     assert torch.allclose(group.view(number)[:2].sort(0)[0], expected.sort(0)[0], atol=1e-6)
+
+
+class Modulo(ManagedCollisionModule):
+    """A module of a program's own: an id's slot is its remainder."""
+
+    def __init__(self, slots: int, segments: list[int] | None = None) -> None:
+        super().__init__(torch.device("cpu"), output_segments=segments or [0, slots])
+        self.slots, self.profiled = slots, 0
+
+    def preprocess(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        return features
+
+    def profile(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        self.profiled += 1
+        return features
+
+    def remap(self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True) -> dict[str, JaggedTensor]:
+        return {name: JaggedTensor(jt.values() % self.slots, lengths=jt.lengths()) for name, jt in features.items()}
+
+    def forward(self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True) -> dict[str, JaggedTensor]:
+        return self.remap(self.profile(self.preprocess(features)))
+
+    def evict(self) -> Tensor | None:
+        return None
+
+    def output_size(self) -> int:
+        return self.slots
+
+    def buckets(self) -> int:
+        return 1
+
+    def input_size(self) -> int:
+        return 1000
+
+    def open_slots(self) -> Tensor:
+        return torch.empty(0)
+
+    def validate_state(self) -> None:
+        return None
+
+    def rebuild_with_output_id_range(
+        self, output_id_range: tuple[int, int], output_segments: list[int], device: torch.device | None = None
+    ) -> Modulo:
+        return Modulo(output_id_range[1] - output_id_range[0], output_segments)
+
+
+def test_a_module_of_ones_own_gives_out_slots_that_are_looked_up_and_trained() -> None:
+    """Programs derive from the base class: nothing tested that a collection calls what they override."""
+    config, module = EmbeddingBagConfig(5, 4, "t", feature_names=["f"]), Modulo(5)
+    tables = EmbeddingBagCollection([config])
+    collection = ManagedCollisionEmbeddingBagCollection(
+        tables, ManagedCollisionCollection({"t": module}, [config]), return_remapped_features=True
+    )
+    out, slots = collection(KeyedJaggedTensor(["f"], torch.tensor([3, 7, 12]), lengths=torch.tensor([2, 1])))
+    assert slots is not None and slots["f"].values().tolist() == [3, 2, 2]
+    rows = tables.embedding_bags["t"].weight
+    assert torch.equal(out.values(), torch.stack([rows[3] + rows[2], rows[2]]))
+    out.values().sum().backward()
+    assert rows.grad is not None and rows.grad[:, 0].tolist() == [0.0, 0.0, 2.0, 1.0, 0.0]
+    assert module.profiled == 1
+    segments = module.state_dict()["_output_segments_tensor"]
+    assert segments.shape == (1025,) and segments[:3].tolist() == [0, 5, -1]

@@ -22,6 +22,7 @@ from shardwise import (
 )
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.cost.shardwise import ShardwiseCost
+from shardwise.planner.errors import PlannerError
 from shardwise.planner.search.problem import PARTS
 from shardwise.planner.tables import Feature, Table
 from shardwise.planner.topology import Topology
@@ -84,6 +85,26 @@ def test_dense_is_planned_under_every_sharding_type(kind: str, device: str) -> N
             cuts = [] if sharding.sharding_spec is None else sharding.sharding_spec.shards
             assert all(cut.placement.device().type == device for cut in cuts)
             assert sum(cut.shard_sizes[0] * cut.shard_sizes[1] for cut in cuts) == (ROWS * DIM if cuts else 0)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "data_parallel"])
+@pytest.mark.parametrize(("dim", "ranks", "local"), [(8, 2, 2), (64, 2, 2), (8, 4, 2), (64, 1, 1)])
+def test_a_sharder_of_one_type_has_its_tables_planned(kind: str, dim: int, ranks: int, local: int) -> None:
+    """No way was known to place 8 columns column_wise where the sharder offers that alone,
+
+    nor any table by a type that says "host" on one host; a constraint placed them.
+    """
+    sharders = [BagSharder(), RowSharder()]
+    for sharder in sharders:
+        sharder.kind, sharder.kernel = kind, "fused"  # type: ignore[misc]
+    by_sharder = planned(Topology(ranks, "cpu", local_world_size=local), sharders=sharders, dim=dim)
+    by_constraint = planned(Topology(ranks, "cpu", local_world_size=local), dim=dim, sharding_types=[kind])
+    for name, sharding in by_sharder.items():
+        assert (sharding.sharding_type, sharding.compute_kernel) == (kind, "fused")
+        assert sharding.sharding_spec.shards == by_constraint[name].sharding_spec.shards
+    with pytest.raises(PlannerError, match="leaves no way to place it"):
+        other = "table_wise" if kind == "row_wise" else "row_wise"
+        planned(Topology(ranks, "cpu", local_world_size=local), sharders=sharders, dim=dim, sharding_types=[other])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mtia"])
