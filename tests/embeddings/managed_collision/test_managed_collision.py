@@ -487,7 +487,9 @@ class Modulo(ManagedCollisionModule):
         self.profiled += 1
         return features
 
-    def remap(self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True) -> dict[str, JaggedTensor]:
+    def remap(
+        self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True, write_weights: Tensor | None = None
+    ) -> dict[str, JaggedTensor]:
         return {name: JaggedTensor(jt.values() % self.slots, lengths=jt.lengths()) for name, jt in features.items()}
 
     def forward(self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True) -> dict[str, JaggedTensor]:
@@ -512,7 +514,7 @@ class Modulo(ManagedCollisionModule):
         return None
 
     def rebuild_with_output_id_range(
-        self, output_id_range: tuple[int, int], output_segments: list[int], device: torch.device | None = None
+        self, output_id_range: tuple[int, int], output_segments: list[int], device: torch.device | str | None = None
     ) -> Modulo:
         return Modulo(output_id_range[1] - output_id_range[0], output_segments)
 
@@ -526,7 +528,7 @@ def test_a_module_of_ones_own_gives_out_slots_that_are_looked_up_and_trained() -
     )
     out, slots = collection(KeyedJaggedTensor(["f"], torch.tensor([3, 7, 12]), lengths=torch.tensor([2, 1])))
     assert slots is not None and slots["f"].values().tolist() == [3, 2, 2]
-    rows = tables.embedding_bags["t"].weight
+    rows = tables.embedding_bags["t"].get_parameter("weight")
     assert torch.equal(out.values(), torch.stack([rows[3] + rows[2], rows[2]]))
     out.values().sum().backward()
     assert rows.grad is not None and rows.grad[:, 0].tolist() == [0.0, 0.0, 2.0, 1.0, 0.0]
