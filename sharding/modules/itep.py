@@ -31,15 +31,15 @@ from shardwise.embeddings.pruning.itep_embedding_modules import PrunedCollection
 from shardwise.embeddings.pruning.itep_modules import ADDRESSES, UTILIZATION, pruned_tables
 
 from ...planner.layout import CAPABILITIES, Shard, Span
-from ..comms.env import ShardingEnv, ShardingEnv2D
+from ..comms.env import ShardingEnv
 from ..engine.collection import ShardedCollection
-from ..engine.id_map import Renewal
+from ..engine.id_map import IdMap, Renewal
 from ..engine.stages import StagedModule
 from ..engine.state import Piece, Value, publish, take
-from ..plan.module_sharder import require_type
-from ..plan.plan import ParameterSharding, ShardingType
-from .nested import Nested, _sharder_of
-from .sharders import BaseEmbeddingSharder, CollectionSharder, EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from ..plan.plan import ShardingType
+from .behind_maps import BehindMapsSharder
+from .nested import Nested
+from .sharders import BaseEmbeddingSharder, EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 
 # replicas would each prune by the ids of their own batches
 _SERVED = (
@@ -295,8 +295,10 @@ class ShardedITEPEmbeddingCollection(ShardedPrunedCollection):
 C = TypeVar("C", bound=PrunedCollection)
 
 
-class _PrunedSharder(CollectionSharder[C]):
+class _PrunedSharder(BehindMapsSharder[C]):
     """What the two sharders have in common."""
+
+    _apart = "prune by the ids of their own batches"
 
     def __init__(
         self,
@@ -306,47 +308,22 @@ class _PrunedSharder(CollectionSharder[C]):
     ) -> None:
         if inner is not None and qcomm_codecs_registry is not None:
             raise ValueError("qcomm_codecs_registry: the ebc_sharder that is given has its own; give it to that one")
-        self._e_sharder = inner or default(qcomm_codecs_registry=qcomm_codecs_registry)
-        super().__init__(self._e_sharder.fused_params, self._e_sharder.qcomm_codecs_registry)
-
-    def shardable_parameters(self, module: C) -> dict[str, nn.Parameter]:
-        """Tables of the collection by name."""
-        return self._e_sharder.shardable_parameters(module.get_submodule(module._collection_name))
+        super().__init__(inner or default(qcomm_codecs_registry=qcomm_codecs_registry))
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """All but replicas and what cuts a table by rows and columns."""
         served = [kind.value for kind in _SERVED if kind.value in CAPABILITIES[compute_device_type]]
         return [kind for kind in self._e_sharder.sharding_types(compute_device_type) if kind in served]
 
-    def shard(  # type: ignore[override]
-        self,
-        module: C,
-        params: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | str | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedPrunedCollection:
-        """The sharded form; all ranks call this together.
+    def _collection_of(self, module: C) -> nn.Module:
+        return module.get_submodule(module._collection_name)
 
-        Raises:
-            TypeError: the module is not of class `module_type`.
-            ValueError: the plan does not fit the module, or `env` has replicas; or as `ShardedITEPModule`.
-        """
-        require_type(self, module)
-        if isinstance(env, ShardingEnv2D):
-            raise ValueError(
-                f"{type(module).__name__}: replicas (2D) prune by the ids of their own batches, so their rows cannot be"
-                " averaged: shard it over all ranks"
-            )
-        inner, where = module.get_submodule(module._collection_name), torch.device(device or "cpu")
-        sharder = self._e_sharder if type(inner) is self._e_sharder.module_type else _sharder_of(inner, self)
-        shards, options = sharder._cut(inner, params, env, module_fqn)
-        configs: Sequence[BaseEmbeddingConfig] = inner._configs  # type: ignore[assignment]
-        maps = ShardedITEPModule(module._itep_module, configs, shards, env, where)
-        collection = sharder._build(inner, shards, env, where, options, id_maps=maps.maps)
-        make: Any = self._sharded_type
-        sharded: ShardedPrunedCollection = make(module, collection, maps)
-        return sharded
+    def _shard_maps(
+        self, module: C, shards: Sequence[Shard], env: ShardingEnv, device: torch.device, module_fqn: str | None
+    ) -> tuple[nn.Module, Mapping[str, IdMap]]:
+        configs: Sequence[BaseEmbeddingConfig] = self._collection_of(module)._configs  # type: ignore[assignment]
+        maps = ShardedITEPModule(module._itep_module, configs, shards, env, device)
+        return maps, maps.maps
 
 
 class ITEPEmbeddingBagCollectionSharder(_PrunedSharder[ITEPEmbeddingBagCollection]):

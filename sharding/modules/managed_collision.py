@@ -30,9 +30,9 @@ from shardwise.jagged import JaggedTensor, KeyedJaggedTensor
 from ...planner.layout import CAPABILITIES, Shard, Span
 from ..comms.agreement import agree
 from ..comms.awaitable import LazyAwaitable
-from ..comms.env import ShardingEnv, ShardingEnv2D
+from ..comms.env import ShardingEnv
 from ..engine.collection import ShardedCollection
-from ..engine.id_map import Renewal, unpack_mapped
+from ..engine.id_map import IdMap, Renewal, unpack_mapped
 from ..engine.stages import StagedModule, StepContext
 from ..engine.state import (
     Piece,
@@ -41,11 +41,12 @@ from ..engine.state import (
     take,
 )
 from ..engine.step import Step
-from ..plan.module_sharder import ModuleSharder, require_type
-from ..plan.plan import ParameterSharding, ShardingType
-from .nested import Nested, _sharder_of
+from ..plan.module_sharder import ModuleSharder
+from ..plan.plan import ShardingType
+from .behind_maps import BehindMapsSharder
+from .nested import Nested
 from .sharded_collections import StepAwaitable
-from .sharders import BaseEmbeddingSharder, CollectionSharder, EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from .sharders import BaseEmbeddingSharder, EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 
 # of a module's state, what is not a number per slot
 _OF_MODULE = ("_output_segments_tensor", "_current_iter_tensor")
@@ -387,8 +388,10 @@ class ManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection
         return ShardedManagedCollisionCollection(module, params, env, torch.device(device or "cpu"))
 
 
-class _ManagedCollisionSharder(CollectionSharder[C]):
+class _ManagedCollisionSharder(BehindMapsSharder[C]):
     """What the two sharders have in common."""
+
+    _apart = "give slots to ids of their own batches"
 
     def __init__(
         self,
@@ -402,47 +405,22 @@ class _ManagedCollisionSharder(CollectionSharder[C]):
             raise ValueError(
                 "fused_params and qcomm_codecs_registry: the sharder that is given has its own; give it those"
             )
-        self._e_sharder = inner or default(fused_params, qcomm_codecs_registry)
         self._mc_sharder = mc_sharder or ManagedCollisionCollectionSharder()
-        super().__init__(self._e_sharder.fused_params, self._e_sharder.qcomm_codecs_registry)
-
-    def shardable_parameters(self, module: C) -> dict[str, nn.Parameter]:
-        """Tables of the collection by name."""
-        return self._e_sharder.shardable_parameters(module._embedding_module)
+        super().__init__(inner or default(fused_params, qcomm_codecs_registry))
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Those of both."""
         served = self._mc_sharder.sharding_types(compute_device_type)
         return [kind for kind in self._e_sharder.sharding_types(compute_device_type) if kind in served]
 
-    def shard(  # type: ignore[override]
-        self,
-        module: C,
-        params: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | str | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedManagedCollisionEmbeddings:
-        """The sharded form; all ranks call this together.
+    def _collection_of(self, module: C) -> nn.Module:
+        return module._embedding_module
 
-        Raises:
-            TypeError: the module is not of class `module_type`.
-            ValueError: the plan does not fit the module, or `env` has replicas.
-        """
-        require_type(self, module)
-        if isinstance(env, ShardingEnv2D):
-            raise ValueError(
-                f"{type(module).__name__}: replicas (2D) give slots to ids of their own batches, so their rows cannot"
-                " be averaged: shard it over all ranks"
-            )
-        inner, where = module._embedding_module, torch.device(device or "cpu")
-        sharder = self._e_sharder if type(inner) is self._e_sharder.module_type else _sharder_of(inner, self)
-        shards, options = sharder._cut(inner, params, env, module_fqn)
-        maps = self._mc_sharder.shard(module._managed_collision_collection, shards, env, where, module_fqn)
-        collection = sharder._build(inner, shards, env, where, options, id_maps=maps.id_maps())
-        make: Any = self._sharded_type
-        sharded: ShardedManagedCollisionEmbeddings = make(module, collection.named_in_model(module_fqn), maps)
-        return sharded.named_in_model(module_fqn)
+    def _shard_maps(
+        self, module: C, shards: Sequence[Shard], env: ShardingEnv, device: torch.device, module_fqn: str | None
+    ) -> tuple[nn.Module, Mapping[str, IdMap]]:
+        maps = self._mc_sharder.shard(module._managed_collision_collection, shards, env, device, module_fqn)
+        return maps, maps.id_maps()
 
 
 class ManagedCollisionEmbeddingBagCollectionSharder(_ManagedCollisionSharder[ManagedCollisionEmbeddingBagCollection]):

@@ -138,6 +138,8 @@ def sharded(pooled: bool, kind: str) -> Any:
     )
     dmp = DistributedModelParallel(model, plan=ShardingPlan({"itep": cut}), sharders=SHARDERS)
     assert isinstance(model.itep, ShardedITEPEmbeddingBagCollection if pooled else ShardedITEPEmbeddingCollection)
+    # it did not know its path, which every sharded module says
+    assert model.itep.module_fqn == "itep"
     return dmp
 
 
