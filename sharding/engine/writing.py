@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -186,11 +187,12 @@ def write_rows(collections: Sequence[ShardedCollection], embeddings: KeyedJagged
     batches: list[KeyedJaggedTensor | Exception] = []
     try:
         _require_batch(embeddings)
-        known = dict.fromkeys(name for collection in collections for name in writable_names(collection))
-        _require_names(embeddings.keys(), list(known), "the model")
-        for collection in collections:
-            own = [name for name in embeddings.keys() if name in writable_names(collection)]  # noqa: SIM118
-            batches.append(_picked(embeddings, own))
+        writable = [writable_names(collection) for collection in collections]
+        _require_names(embeddings.keys(), list(dict.fromkeys(chain.from_iterable(writable))), "the model")
+        batches += [
+            _picked(embeddings, [name for name in embeddings.keys() if name in names])  # noqa: SIM118
+            for names in writable
+        ]
     except Exception as error:
         batches = [error] * len(collections)
     # the rows of all are here before one is written
