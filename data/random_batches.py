@@ -62,8 +62,7 @@ class RandomBatches:
 
     def batches(self) -> Iterator[Batch]:
         """Batches without end, from the first on."""
-        made = self._made
-        return (made[turn % len(made)] if made else self._make() for turn in count())
+        return map(self._at, count())
 
     def __iter__(self) -> RandomBatches:
         self.batch_index = 0
@@ -72,9 +71,11 @@ class RandomBatches:
     def __next__(self) -> Batch:
         if self.batch_index == self.num_batches:
             raise StopIteration
-        batch = self._made[self.batch_index % len(self._made)] if self._made else self._make()
         self.batch_index += 1
-        return batch
+        return self._at(self.batch_index - 1)
+
+    def _at(self, turn: int) -> Batch:
+        return self._made[turn % len(self._made)] if self._made else self._make()
 
     def _make(self) -> Batch:
         # lengths and ids feature by feature: the order in which TorchRec draws them
