@@ -6,7 +6,7 @@ Every bit is that of the plain loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .arguments import EmbeddingTrainPipelineContext
 from .feed import Fetched
-from .sparse_dist import TrainPipelineSparseDist
+from .sparse_dist import Evaluation, TrainPipelineSparseDist
 from .streams import current, new_stream, on, wait_for
 
 In = TypeVar("In")
@@ -115,7 +115,7 @@ class TrainPipelineFusedSparseDist(TrainPipelineSparseDist[In, Out]):
         return [param._version for collection in self._ahead.collections() for param in collection.parameters()]
 
 
-class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
+class EvalPipelineFusedSparseDist(Evaluation[In, Out], TrainPipelineFusedSparseDist[In, Out]):
     """As `TrainPipelineFusedSparseDist` without gradients: no backward and no step, whatever the model's mode.
 
     Args as there, and:
@@ -123,8 +123,6 @@ class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
             under way when its step begins. It holds the rows of two batches, and the rows are those of that moment:
             `detach()` before you train in between.
     """
-
-    _batches_ahead = 2
 
     def __init__(
         self,
@@ -151,14 +149,6 @@ class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
             free_features_storage_early, clear_data_dist_inputs,
         )  # fmt: skip
         self._enable_embedding_lookup_prefetch = enable_embedding_lookup_prefetch
-
-    @torch.no_grad()
-    def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """The model's output for the next batch. Raises as `FedPipeline.progress`."""
-        return super().progress(dataloader_iter)
-
-    def _trains(self) -> bool:
-        return False
 
     def _go_ahead(self) -> None:
         super()._go_ahead()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -101,22 +100,9 @@ class TrainPipelineSemiSync(TrainPipelineSparseDist[In, Out]):
         super().reset()
         self._gradients = None
 
-    def _go_ahead(self) -> None:
-        waiting = list(islice(self._queue, 1, 1 + self._batches_ahead))
-        for fetched in waiting[:1]:
-            self._leave(fetched)
-            if self.is_semi_sync() and fetched.has_sent:
-                self.start_embedding_lookup(fetched.batch, fetched.context)
-        for fetched in waiting[1:]:
-            self._leave(fetched)
-
-    def _leave(self, fetched: Fetched[In]) -> None:
-        if not fetched.has_left:
-            # it could not start before the model's first step was seen
-            self._start(fetched)
-        if fetched.has_left and not fetched.has_sent:
-            fetched.has_sent = True
-            self.wait_sparse_data_dist(fetched.context)
+    def _after_sending(self, following: Fetched[In]) -> None:
+        if self.is_semi_sync() and following.has_sent:
+            self.start_embedding_lookup(following.batch, following.context)
 
     def _optimizer_step(self) -> None:
         if not (self._stash_gradients and self.is_semi_sync()):

@@ -81,6 +81,8 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         self._next_index = 0
         self._pipeline_postproc = pipeline_postproc
         self._sync_interval, self._steps = dmp_collection_sync_interval_batches, 0
+        # its index counts the batches that trained
+        self._trained_context = self._context_type(index=0, version=1)
         # whether a forward of this pipeline is under way
         self._is_taking = False
         self._loads = "after forward" if enqueue_batch_after_forward else "before forward"
@@ -190,7 +192,8 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
                 self.enqueue_batch(dataloader_iter)
             if self._trains():
                 self._after_backward()
-                self.sync_embeddings(self._model, self._sync_interval, self._context_type(index=self._steps))
+                self._trained_context.index = self._steps
+                self.sync_embeddings(self._model, self._sync_interval, self._trained_context)
                 self._optimizer_step()
                 self._steps += 1
         finally:
@@ -281,10 +284,30 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
             if not fetched.has_left:
                 # it could not start before the model's first step was seen
                 self._start(fetched)
-        for fetched in waiting:
+        for number, fetched in enumerate(waiting):
             if fetched.has_left and not fetched.has_sent:
                 fetched.has_sent = True
                 self.wait_sparse_data_dist(fetched.context)
+            if number == 0:
+                self._after_sending(fetched)
+
+    def _after_sending(self, following: Fetched[In]) -> None:
+        """What comes once the ids of the next batch have left, and before those of the one after."""
+
+
+class Evaluation(TrainPipelineSparseDist[In, Out]):
+    """A pipeline of this kind without gradients: no backward and no step, whatever the model's mode."""
+
+    # no backward hides the ids of a batch, so they travel during the forward of the batch before
+    _batches_ahead = 2
+
+    @torch.no_grad()
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """The model's output for the next batch. Raises as `FedPipeline.progress`."""
+        return super().progress(dataloader_iter)
+
+    def _trains(self) -> bool:
+        return False
 
 
 class TrainPipelineSparseDistLite(TrainPipelineSparseDist[In, Out]):
@@ -354,14 +377,11 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
             self._ahead.prefetch(fetched)
 
 
-class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
+class EvalPipelineSparseDist(Evaluation[In, Out]):
     """Runs a model without gradients: no backward and no step, whatever its mode. The optimizer is not used.
 
     Args as `TrainPipelineSparseDist`.
     """
-
-    # no backward hides the ids of a batch, so they travel during the forward of the batch before
-    _batches_ahead = 2
 
     def __init__(
         self,
@@ -378,11 +398,3 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
             model, optimizer, device, True, apply_jit, None, pipeline_postproc, None, None, False,
             enable_inplace_copy_batch, free_features_storage_early, clear_data_dist_inputs,
         )  # fmt: skip
-
-    @torch.no_grad()
-    def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """The model's output for the next batch. Raises as `FedPipeline.progress`."""
-        return super().progress(dataloader_iter)
-
-    def _trains(self) -> bool:
-        return False
