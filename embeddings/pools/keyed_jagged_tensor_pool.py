@@ -11,10 +11,10 @@ from shardwise.errors import RefusedValueError
 from shardwise.jagged import KeyedJaggedTensor
 
 from .object_pool import ObjectPool, check_ids, warn_of_host_memory
-from .ragged_rows import PaddedRows, read_padded, row_major, to_keyed, write_padded
+from .ragged_rows import KeepsPaddedRows, read_padded, row_major, to_keyed, write_padded
 
 
-class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
+class KeyedJaggedTensorPool(KeepsPaddedRows, ObjectPool[KeyedJaggedTensor]):
     """A store of `pool_size` rows, each with some values of each feature; no values at first.
 
     Its state dict has, with L = the sum of `feature_max_lengths`: "values" [pool_size, L], "key_lengths"
@@ -37,10 +37,6 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
         >>> pool.lookup(torch.tensor([1, 4]))["seen"].to_dense()
         [tensor([8, 9]), tensor([], dtype=torch.int64)]
     """
-
-    values: Tensor
-    key_lengths: Tensor
-    weights: Tensor
 
     def __init__(
         self,
@@ -69,28 +65,9 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
         return self.values.shape[0]
 
     @property
-    def feature_max_lengths(self) -> dict[str, int]:
-        """How many values a row may have, by feature."""
-        return self._feature_max_lengths
-
-    @property
-    def values_dtype(self) -> torch.dtype:
-        """That of the values."""
-        return self.values.dtype
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether values have weights."""
-        return self._is_weighted
-
-    @property
     def device(self) -> torch.device:
         """Where the rows are."""
         return self.values.device
-
-    @property
-    def _rows(self) -> PaddedRows:
-        return PaddedRows(self.values, self.key_lengths, self.weights if self._is_weighted else None)
 
     def lookup(self, ids: Tensor) -> KeyedJaggedTensor:
         """The rows of `ids` [n] as a batch of n. Raises as `check_ids`."""

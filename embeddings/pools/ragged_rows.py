@@ -27,6 +27,35 @@ class PaddedRows:
     weights: Tensor | None
 
 
+class KeepsPaddedRows:
+    """What a pool says of the padded rows that it has as buffers, all of them or a block."""
+
+    values: Tensor
+    key_lengths: Tensor
+    weights: Tensor
+    _feature_max_lengths: dict[str, int]
+    _is_weighted: bool
+
+    @property
+    def feature_max_lengths(self) -> dict[str, int]:
+        """How many values a row may have, by feature."""
+        return self._feature_max_lengths
+
+    @property
+    def values_dtype(self) -> torch.dtype:
+        """That of the values."""
+        return self.values.dtype
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether values have weights."""
+        return self._is_weighted
+
+    @property
+    def _rows(self) -> PaddedRows:
+        return PaddedRows(self.values, self.key_lengths, self.weights if self._is_weighted else None)
+
+
 @dataclass(frozen=True)
 class RaggedRows:
     """Rows without padding: lengths [n, F], values [sum], weights [sum] or None, row by row."""

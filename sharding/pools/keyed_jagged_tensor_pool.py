@@ -12,7 +12,6 @@ from torch import Tensor
 
 from shardwise.embeddings.pools import (
     KeyedJaggedTensorPool,
-    PaddedRows,
     RaggedRows,
     check_ids,
     read_padded,
@@ -21,7 +20,7 @@ from shardwise.embeddings.pools import (
     write_padded,
 )
 from shardwise.embeddings.pools.object_pool import warn_of_host_memory
-from shardwise.embeddings.pools.ragged_rows import select_rows
+from shardwise.embeddings.pools.ragged_rows import KeepsPaddedRows, select_rows
 from shardwise.jagged import KeyedJaggedTensor
 
 from ..comms.awaitable import LazyAwaitable
@@ -45,7 +44,7 @@ class KeyedJaggedTensorPoolAwaitable(LazyAwaitable[KeyedJaggedTensor]):
         return to_keyed(select_rows(rows, torch.argsort(self._order)), self._keys)
 
 
-class ShardedKeyedJaggedTensorPool(ShardedObjectPool[KeyedJaggedTensor]):
+class ShardedKeyedJaggedTensorPool(KeepsPaddedRows, ShardedObjectPool[KeyedJaggedTensor]):
     """A `KeyedJaggedTensorPool` over the ranks of `sharding_env`: `lookup(ids)` gives a KeyedJaggedTensor to come.
 
     Args:
@@ -56,10 +55,6 @@ class ShardedKeyedJaggedTensorPool(ShardedObjectPool[KeyedJaggedTensor]):
     Raises:
         RefusedValueError: as `ShardedObjectPool`.
     """
-
-    values: Tensor
-    key_lengths: Tensor
-    weights: Tensor
 
     def __init__(
         self,
@@ -83,28 +78,9 @@ class ShardedKeyedJaggedTensorPool(ShardedObjectPool[KeyedJaggedTensor]):
         self._hold(whole.named_buffers(), not whole.values.is_meta)
 
     @property
-    def feature_max_lengths(self) -> dict[str, int]:
-        """How many values a row may have, by feature."""
-        return self._feature_max_lengths
-
-    @property
-    def values_dtype(self) -> torch.dtype:
-        """That of the values."""
-        return self.values.dtype
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether values have weights."""
-        return self._is_weighted
-
-    @property
     def unsharded_module_type(self) -> type[KeyedJaggedTensorPool]:
         """`KeyedJaggedTensorPool`."""
         return KeyedJaggedTensorPool
-
-    @property
-    def _rows(self) -> PaddedRows:
-        return PaddedRows(self.values, self.key_lengths, self.weights if self._is_weighted else None)
 
     def lookup(self, ids: Tensor) -> LazyAwaitable[KeyedJaggedTensor]:  # type: ignore[override]
         """The rows of `ids` [n] as a batch of n, to come. Raises as `check_ids`, on all ranks."""
