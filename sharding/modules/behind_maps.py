@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -18,9 +18,10 @@ from .nested import Nested, _sharder_of
 from .sharders import BaseEmbeddingSharder, CollectionSharder
 
 M = TypeVar("M", bound=nn.Module)
+S = TypeVar("S", bound=Nested)
 
 
-class BehindMapsSharder(CollectionSharder[M]):
+class BehindMapsSharder(CollectionSharder[M], Generic[M, S]):
     """Shards the collection inside of a module and, over the same shards, the maps of its ids.
 
     Args:
@@ -55,7 +56,7 @@ class BehindMapsSharder(CollectionSharder[M]):
         env: ShardingEnv,
         device: torch.device | str | None = None,
         module_fqn: str | None = None,
-    ) -> Nested:
+    ) -> S:
         """The sharded form; all ranks call this together.
 
         Raises:
@@ -74,5 +75,5 @@ class BehindMapsSharder(CollectionSharder[M]):
         maps, id_maps = self._shard_maps(module, shards, env, where, module_fqn)
         collection = sharder._build(inner, shards, env, where, options, id_maps=id_maps)
         make: Any = self._sharded_type
-        sharded: Nested = make(module, collection.named_in_model(module_fqn), maps)
+        sharded: S = make(module, collection.named_in_model(module_fqn), maps)
         return sharded.named_in_model(module_fqn)

@@ -295,7 +295,7 @@ class ShardedITEPEmbeddingCollection(ShardedPrunedCollection):
 C = TypeVar("C", bound=PrunedCollection)
 
 
-class _PrunedSharder(BehindMapsSharder[C]):
+class _PrunedSharder(BehindMapsSharder[C, ShardedPrunedCollection]):
     """What the two sharders have in common."""
 
     _apart = "prune by the ids of their own batches"

@@ -388,7 +388,7 @@ class ManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection
         return ShardedManagedCollisionCollection(module, params, env, torch.device(device or "cpu"))
 
 
-class _ManagedCollisionSharder(BehindMapsSharder[C]):
+class _ManagedCollisionSharder(BehindMapsSharder[C, ShardedManagedCollisionEmbeddings]):
     """What the two sharders have in common."""
 
     _apart = "give slots to ids of their own batches"
