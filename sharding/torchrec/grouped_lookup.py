@@ -29,6 +29,7 @@ from shardwise.jagged._combine import like
 from shardwise.kernels import BoundsCheckMode
 
 from ..comms.env import ShardingEnv, get_gradient_division
+from ..engine.settings import dtype_named
 from ..modules.fused_params import settings_from
 from ..plan.plan import EmbeddingComputeKernel, ShardingType
 from .embedding_types import (
@@ -38,7 +39,6 @@ from .embedding_types import (
 )
 
 _SERVED = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_TRITON)
-_TRAINED = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
 
 class CommOpGradientScaling(torch.autograd.Function):
@@ -59,7 +59,7 @@ class CommOpGradientScaling(torch.autograd.Function):
 def _policy_of(output_dtype: str | None, bounds_check: str | None) -> LookupPolicy:
     """What fused parameters say of lookups."""
     checked = BoundsCheckMode.FATAL if bounds_check is None else BoundsCheckMode[bounds_check]
-    return LookupPolicy(bounds_check=checked, output_dtype=_TRAINED[output_dtype or "FP32"])
+    return LookupPolicy(bounds_check=checked, output_dtype=dtype_named(output_dtype or "FP32"))
 
 
 def _numbered(names: list[str]) -> list[str]:
