@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.features import FIRST_ROW, ROWS
-from shardwise.kernels.rows import move_rows
+from shardwise.kernels import move_rows
 
 from .backing import Backing, HostRecords
 from .policies import Policy, lru
