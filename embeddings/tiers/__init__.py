@@ -2,5 +2,7 @@
 
 from .backing import Backing, HostRecords
 from .files import FileRecords
+from .io_queue import IoQueue, Job
+from .ram_cache import RamOverFile
 
-__all__ = ["Backing", "FileRecords", "HostRecords"]
+__all__ = ["Backing", "FileRecords", "HostRecords", "IoQueue", "Job", "RamOverFile"]
