@@ -79,6 +79,7 @@ ROOMS: dict[str, set[str]] = {
     "fbgemm/tables": {"fbgemm"},
     "jagged/compiled": {"jagged"},
     "kernels/cpu": {"kernels"},
+    "kernels/files": {"kernels", "kernels/cpu"},
     "kernels/jagged": {"kernels", "kernels/cpu", "kernels/lookup"},
     "kernels/lookup": {"kernels", "kernels/cpu"},
     "kernels/quantized": {"kernels", "kernels/cpu"},
