@@ -8,6 +8,7 @@ Ranks r of one host share r // local_size.
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,9 +23,13 @@ MIN_COLUMNS = 32
 # an ordinary optimizer; "fused" the optimizer in the backward, by Triton kernels where there is a GPU, so
 # "fused_triton" is the same. Pooled and sequence collections alike run all of it.
 _FUSED = ("fused", "fused_triton")
-_CUT = (*_FUSED, "dense")
+# as "fused", with rows below the device (`Tier`): no table gets them unless a constraint or a plan names them
+TIERED_KERNELS = ("fused_uvm", "fused_uvm_caching", "key_value")
+# those whose rows on the device are a cache of some size, and those whose rows are in files
+CACHED_KERNELS, _STORED_KERNELS = TIERED_KERNELS[1:], TIERED_KERNELS[2:]
+_CUT = (*_FUSED, "dense", *TIERED_KERNELS)
 _BY_TYPE = {
-    "data_parallel": ("dense", *_FUSED),
+    "data_parallel": ("dense", *_FUSED, *TIERED_KERNELS),
     "table_wise": _CUT,
     "column_wise": _CUT,
     "row_wise": _CUT,
@@ -42,6 +47,9 @@ SERVING: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cuda": dict.fromkeys(_BY_TYPE, _ON_GPU),
     "mtia": dict.fromkeys(_BY_TYPE, _ON_GPU[:1]),
 }
+# what may lie below the rows of a table on its device, and which of these go first
+TIERS_BELOW = ("ram", "file")
+CACHE_POLICIES = ("aged_lfu", "lru", "lfu")
 REDUCTIONS = ("partial", "ordered")
 ROW_STATES = ("shard", "table")
 # types of the rows and outputs of tables that train, and modes of the check of ids, by TorchRec's names
@@ -58,12 +66,14 @@ class Setting:
     Args:
         refused: of these values a plan raises; `instead` says where it is set.
         idle: these values have no effect, which a warning says; `reason` says why. What is in neither is so.
+        kernels: compute kernels with which they have one.
     """
 
     refused: Callable[[Any], bool] = lambda value: False
     instead: str = ""
     idle: Callable[[Any], bool] = lambda value: False
     reason: str = ""
+    kernels: tuple[str, ...] = ()
 
 
 def _is_given(value: Any) -> bool:
@@ -83,6 +93,9 @@ def bounds_check_name(mode: object) -> str:
 
 
 _ON_DEVICE = "rows are kept in the memory of the device"
+_CACHED = f"the compute kernels {' and '.join(CACHED_KERNELS)} read it, and none is asked for"
+_STORED = "the compute kernel key_value reads it, which is not asked for"
+
 _BOUNDS_CHECK = Setting(
     lambda value: _is_given(value) and bounds_check_name(value) not in BOUNDS_CHECKS,
     f"BoundsCheckMode {', '.join(BOUNDS_CHECKS[:-1])} or {BOUNDS_CHECKS[-1]}",
@@ -90,16 +103,19 @@ _BOUNDS_CHECK = Setting(
 _VIRTUAL = Setting(bool, "table a fixed num_embeddings: no table here makes its rows as ids come")
 # of tables that train, and of quantized ones
 TRAINED_SETTINGS: Mapping[str, Setting] = {
-    "cache_params": Setting(idle=_is_given, reason=_ON_DEVICE),
-    "enforce_hbm": Setting(idle=lambda value: value is False, reason=_ON_DEVICE),
+    "cache_params": Setting(idle=_is_given, reason=_CACHED, kernels=CACHED_KERNELS),
+    "enforce_hbm": Setting(idle=lambda value: value is False, reason=_ON_DEVICE, kernels=TIERED_KERNELS),
     "stochastic_rounding": Setting(lambda value: value not in (None, True, False), "value True or False"),
     "bounds_check_mode": _BOUNDS_CHECK,
     "output_dtype": Setting(
         lambda value: _is_given(value) and type_name(value) not in TRAINED_TYPES,
         f"DataType {', '.join(TRAINED_TYPES[:-1])} or {TRAINED_TYPES[-1]}",
     ),
-    "key_value_params": Setting(idle=_is_given, reason=_ON_DEVICE),
+    "key_value_params": Setting(idle=_is_given, reason=_STORED, kernels=_STORED_KERNELS),
     "use_virtual_table": _VIRTUAL,
+    "tier": Setting(
+        lambda value: _is_given(value) and not isinstance(value, Tier), "Tier(...) of shardwise.planner.layout"
+    ),
 }
 _SAME_BITS = "outputs of a quantized table always have the bits of the unsharded one"
 _BY_KERNEL = "the compute_kernel of a quantized table says where its rows are"
@@ -113,6 +129,7 @@ SERVED_SETTINGS: Mapping[str, Setting] = {
     "reduction": Setting(idle=_is_given, reason=_SAME_BITS),
     "row_state": Setting(idle=_is_given, reason=_SAME_BITS),
     "use_virtual_table": _VIRTUAL,
+    "tier": Setting(idle=_is_given, reason=_BY_KERNEL),
 }
 
 
@@ -123,13 +140,21 @@ def check_settings(table: str, given: object, settings: Mapping[str, Setting]) -
         ValueError: a value that no plan can have; names table, setting, value and where it is set instead.
     """
     without = {}
+    tier = getattr(given, "tier", None)
+    kernels = {getattr(given, "compute_kernel", None), *(getattr(given, "compute_kernels", None) or ())}
+    if tier is not None and getattr(given, "enforce_hbm", None):
+        raise ValueError(f"table {table!r}: enforce_hbm=True keeps all rows on the device, tier={tier} does not")
     for name, setting in settings.items():
         value = getattr(given, name, None)
         if setting.refused(value):
             raise ValueError(
                 f"table {table!r}: a plan does not set {name} (here {value!r}): give the {setting.instead}"
             )
-        if setting.idle(value):
+        if not setting.idle(value):
+            continue
+        if tier is not None and setting.kernels:
+            without[name] = f"tier={tier} says so"
+        elif kernels.isdisjoint(setting.kernels):
             without[name] = setting.reason
     return without
 
@@ -143,6 +168,79 @@ class Shard:
     rows: Span
     cols: Span
     replica: bool = False
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Where rows of a table lie that are not on its device, and how many are: weights and optimizer states together.
+
+    Results have the same bits as with all rows on the device.
+
+    Args:
+        slots: rows on the device at a time, all shards of a row range together: a number, or as a float a share of the
+            rows. None is as few as the batches in flight need.
+        below: "ram" (the host's memory, pinned where the device is CUDA), "file" (a scratch file in `folder`), or a
+            function of (table name, rows, bytes of a record) that makes a `Backing`.
+        folder: of scratch files, made where it is missing; on a local disk.
+        max_slots: up to so many slots grow, as `slots`, where a batch needs more. None is no bound where `slots` is
+            None, and else that they do not grow.
+        ram_rows: rows of a file that are in the host's memory too, as `slots`; None is none.
+        policy: which rows go first of those that no known batch needs: "aged_lfu" (those that were used least, a use of
+            `half_life` batches ago counting a half), "lru" (longest ago), "lfu" (least often) or a function of (scores
+            [n], batch) that gives the new scores of rows that are used, integers; lowest scores go first, and a score
+            begins at 0.
+        half_life: batches, of "aged_lfu".
+
+    Raises:
+        ValueError: a value is not one of these.
+    """
+
+    slots: int | float | None = None
+    below: str | Callable[..., Any] = "ram"
+    folder: str | None = None
+    max_slots: int | float | None = None
+    ram_rows: int | float | None = None
+    policy: str | Callable[..., Any] = "aged_lfu"
+    half_life: int = 64
+
+    def __post_init__(self) -> None:
+        for what in ("slots", "max_slots", "ram_rows"):
+            value = getattr(self, what)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise ValueError(f"Tier: {what} must be a positive number of rows or a share of them, got {value!r}")
+            if isinstance(value, float) and value > 1:
+                raise ValueError(f"Tier: {what} as a float is a share of the rows, at most 1.0, got {value!r}")
+        if not callable(self.below) and self.below not in TIERS_BELOW:
+            raise ValueError(f"Tier: below must be one of {list(TIERS_BELOW)} or a function, got {self.below!r}")
+        if self.below == "file" and self.folder is None:
+            raise ValueError("Tier: below='file' takes a folder for its scratch files, one on a local disk")
+        if self.below != "file" and (self.folder is not None or self.ram_rows is not None):
+            raise ValueError(f"Tier: folder and ram_rows are of below='file', got below={self.below!r}")
+        if not callable(self.policy) and self.policy not in CACHE_POLICIES:
+            raise ValueError(f"Tier: policy must be one of {list(CACHE_POLICIES)} or a function, got {self.policy!r}")
+        if not isinstance(self.half_life, int) or self.half_life < 1:
+            raise ValueError(f"Tier: half_life must be a positive number of batches, got {self.half_life!r}")
+
+    @staticmethod
+    def rows_of(given: int | float | None, rows: int, share: float = 1.0) -> int | None:
+        """`slots`, `max_slots` or `ram_rows` of a shard with `rows` rows, which is `share` of its table's rows."""
+        if given is None:
+            return None
+        wanted = math.ceil(given * rows) if isinstance(given, float) else math.ceil(given * share)
+        return max(1, min(wanted, rows))
+
+    def __str__(self) -> str:
+        below = self.below if isinstance(self.below, str) else getattr(self.below, "__name__", "a function")
+        slots = (
+            "as few slots as needed"
+            if self.slots is None
+            else f"{self.slots:.3g} of the rows"
+            if isinstance(self.slots, float)
+            else f"{self.slots} slots"
+        )
+        return f"{slots} over {below}"
 
 
 @dataclass(frozen=True)
@@ -161,6 +259,7 @@ class TableOptions:
         weights_precision: the type of the table's rows, FP32, FP16 or BF16; None is that of the unsharded table.
         dense: the shards train by their gradients, which reach their parameters, and not by an optimizer in the
             backward. Says nothing of replicated tables.
+        tier: where rows lie that are not on the device; None is that all are.
 
     Raises:
         ValueError: a value is not one of these.
@@ -173,6 +272,7 @@ class TableOptions:
     stochastic_rounding: bool | None = None
     weights_precision: str | None = None
     dense: bool = False
+    tier: Tier | None = None
 
     def __post_init__(self) -> None:
         for what, known in (
