@@ -229,7 +229,7 @@ class Tier:
         if given is None:
             return None
         wanted = math.ceil(given * rows) if isinstance(given, float) else math.ceil(given * share)
-        return max(1, min(wanted, rows))
+        return min(max(1, wanted), rows)
 
     def __str__(self) -> str:
         below = self.below if isinstance(self.below, str) else getattr(self.below, "__name__", "a function")
