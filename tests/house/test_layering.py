@@ -29,7 +29,7 @@ OURS: dict[str, set[str]] = {
     "fbgemm": {"embeddings", "jagged", "kernels"},
     "planner": {"embeddings.config"},
     # of the planner the plain data about where tables go; its planning and `DistributedModelParallel` ask the planner
-    "sharding": {"embeddings", "jagged", "kernels", "planner.layout"},
+    "sharding": {"embeddings", "jagged", "kernels", "planner.layout", "planner.tiers"},
     "models": {"jagged", "embeddings", "data"},
     "data": {"jagged", "embeddings"},
     "inference": {"kernels", "jagged", "embeddings", "sharding", "planner"},
