@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,7 +87,7 @@ class CacheCounts:
 
 @dataclass(eq=False)
 class CacheLease:
-    """What holds the rows of a batch: the `number` of batches that were resolved before it says which loads it needs."""
+    """What holds the rows of a batch, and which of all that were resolved it is: loads up to its own are its."""
 
     number: int
     rows: Lease

@@ -60,7 +60,9 @@ class Transfers:
         self._check_writes(_MOST_WRITES)
         self._writes.append(self._submit(write))
 
-    def load(self, batch: int, number: int, table: str, below: Backing, rows: Tensor, records: Tensor, slots: Tensor) -> None:
+    def load(
+        self, batch: int, number: int, table: str, below: Backing, rows: Tensor, records: Tensor, slots: Tensor
+    ) -> None:
         """Have records [n] of rows [n] read, after all that was asked for before; `loaded` gives them."""
         job = self._submit(lambda: _named(table, "read", below.read, rows, records))
         self._loads.append(Load(batch, number, records, slots, job))
