@@ -11,7 +11,6 @@ from ._op import capturing
 from .configs import use_configs
 from .features import Feature, Segment, flatten_segments, origin_of, pack_features, table_rows
 from .files.rows import ask_file_rows, read_file_rows, write_file_rows
-from .files.rows import ask_file_rows, read_file_rows, write_file_rows
 from .jagged import requests as _requests
 from .jagged.bmm import jagged_dense_bmm, jagged_jagged_bmm
 from .jagged.bucketize import Bucketized, block_bucketize
@@ -84,6 +83,9 @@ from .quantized.pooled_lookup import quantized_pooled_lookup
 from .quantized.rows import dequantize_rows, quantize_rows
 from .quantized.sequence_lookup import quantized_sequence_lookup
 from .row_formats import ROW_FORMATS, RowFormat, row_format
+from .rows.initial_rows import initial_rows
+from .rows.lowest import lowest
+from .rows.move_rows import RecordLayout, move_rows, record_layout
 from .rule import DECAYS, RULES, Rule, define_rule, rule_named
 from .update import rules as _built_in
 from .update.index_op import update_index
@@ -101,12 +103,12 @@ __all__ = [
     "FusedTable",
     "FusedTables",
     "JaggedUnique",
+    "RecordLayout",
     "RegroupPlan",
     "RowFormat",
     "Rule",
     "Segment",
     "Unique",
-    "ask_file_rows",
     "ask_file_rows",
     "batched_unary_embeddings",
     "block_bucketize",
@@ -129,6 +131,7 @@ __all__ = [
     "histogram_binning_calibration",
     "histogram_binning_calibration_by_feature",
     "ids_pass",
+    "initial_rows",
     "invert_permute",
     "is_clean",
     "jagged_dense_add",
@@ -145,6 +148,8 @@ __all__ = [
     "jagged_vector_product",
     "keyed_jagged_index_select",
     "lookup_gradient",
+    "lowest",
+    "move_rows",
     "new_guard",
     "offsets_range",
     "offsets_to_lengths",
@@ -165,7 +170,7 @@ __all__ = [
     "quantized_pooled_lookup",
     "quantized_sequence_lookup",
     "raise_from_guard",
-    "read_file_rows",
+    "record_layout",
     "read_file_rows",
     "regroup",
     "require_ids",
@@ -178,7 +183,6 @@ __all__ = [
     "unpack_segments",
     "update_index",
     "use_configs",
-    "write_file_rows",
     "write_file_rows",
 ]
 

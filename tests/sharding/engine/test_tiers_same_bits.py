@@ -34,11 +34,10 @@ def same_as_whole(seed: int, optimizer: str, tier: Tier) -> int:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("below", "ram_rows"), [("ram", None), ("file", None), ("file", 3)])
-def test_cached_tables_train_to_the_bits_of_whole_ones(
-    world: int, below: str, ram_rows: int | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("below", ["ram", "file"])
+def test_cached_tables_train_to_the_bits_of_whole_ones(world: int, below: str, tmp_path: Path) -> None:
     folder = str(tmp_path) if below == "file" else None
     for seed in range(6):
+        ram_rows = 3 if folder and seed % 2 else None
         tier = Tier(2, below, folder, max_slots=0.9, ram_rows=ram_rows)
         assert sum(run_ranks(world, same_as_whole, seed, list(mixes.RULES)[seed], tier)) > 0
