@@ -10,6 +10,7 @@ from . import pieces as _pieces
 from ._op import capturing
 from .configs import use_configs
 from .features import Feature, Segment, flatten_segments, origin_of, pack_features, table_rows
+from .files.rows import ask_file_rows, read_file_rows, write_file_rows
 from .jagged import requests as _requests
 from .jagged.bmm import jagged_dense_bmm, jagged_jagged_bmm
 from .jagged.bucketize import Bucketized, block_bucketize
@@ -108,6 +109,7 @@ __all__ = [
     "Rule",
     "Segment",
     "Unique",
+    "ask_file_rows",
     "batched_unary_embeddings",
     "block_bucketize",
     "capturing",
@@ -168,6 +170,7 @@ __all__ = [
     "quantized_pooled_lookup",
     "quantized_sequence_lookup",
     "raise_from_guard",
+    "read_file_rows",
     "record_layout",
     "regroup",
     "require_ids",
@@ -180,6 +183,7 @@ __all__ = [
     "unpack_segments",
     "update_index",
     "use_configs",
+    "write_file_rows",
 ]
 
 # imported for the rules that it defines, and for ops that no function here calls

@@ -95,6 +95,7 @@ ROOMS: dict[str, set[str]] = {
     "perf/evidence/fbgemm": {"perf/counts", "perf/evidence", "perf/evidence/fbgemm/calls", "perf/suite"},
     "perf/evidence/modules": {"perf/evidence", "perf/suite"},
     "perf/evidence/same_bits": {"perf/counts", "perf/evidence", "perf/suite"},
+    "perf/evidence/tiers": {"perf/evidence", "perf/suite"},
     "perf/gpu/cases": {"perf/gpu", "perf/selftest", "perf/suite"},
     "perf/gpu_scripts": {"perf/counts", "perf/suite", "perf/suite/cases", "perf/suite/operations", "perf/tune"},
     "perf/selftest": {"perf/suite"},
