@@ -3,7 +3,9 @@
 from .backing import Backing, HostRecords
 from .cached_rows import CacheCounts, CachedRows, CacheLease, CacheSpec
 from .files import FileRecords
+from .io_queue import IoQueue, Job
 from .policies import AgedLfu, Policy, lfu, lru, policy_named
+from .ram_cache import RamOverFile
 from .records import RecordLayout
 from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots
 
@@ -17,9 +19,12 @@ __all__ = [
     "CachedRows",
     "FileRecords",
     "HostRecords",
+    "IoQueue",
+    "Job",
     "Lease",
     "Moves",
     "Policy",
+    "RamOverFile",
     "RecordLayout",
     "Residency",
     "Span",

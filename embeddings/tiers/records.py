@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.kernels.rows import record_layout
+from shardwise.kernels.rows.move_rows import layout_of
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class RecordLayout:
         """The layout of the rows of these parts: [S, w] or [S] each."""
         widths = tuple(part.shape[1] if part.dim() == 2 else None for part in parts)
         types = tuple(part.dtype for part in parts)
-        offsets, size = record_layout(widths, types)
-        return cls(widths, types, tuple(offsets), size)
+        layout = layout_of(parts)
+        return cls(widths, types, layout.offsets, layout.nbytes)
 
     def views(self, records: Tensor) -> list[Tensor]:
         """The parts of records [n, B]: [n, w] or [n] each, in the memory of the records."""

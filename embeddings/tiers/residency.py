@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.kernels import lowest
+
 from .policies import Policy
 
 # what `slot_of` has for rows without a slot: their record lies below, or they never left their initial values
@@ -222,8 +224,6 @@ class Residency:
         return lease
 
     def _make_room(self, hits: Tensor, missing: Tensor) -> Moves:
-        from shardwise.kernels.rows import lowest
-
         if not missing.numel():
             nothing = missing.new_empty(0)
             return Moves(nothing, nothing, nothing, nothing.bool())
