@@ -49,15 +49,16 @@ def arithmetic() -> tuple[str, str]:
 
 
 @cache
-def loops(name: str) -> Any:
-    """The file `name` of loops, compiled; None where numba is missing, off or does not work: torch does the work."""
+def loops(name: str, room: str = "cpu") -> Any:
+    """The file `name` of loops in a room of this folder, compiled; None where numba is missing, off or does not work:
+    torch does the work."""
     if not compiles():
         return None
     try:
         with warnings.catch_warnings():
             # numba speaks of caches
             warnings.simplefilter("ignore")
-            return importlib.import_module(f".cpu.{name}", __package__)
+            return importlib.import_module(f".{room}.{name}", __package__)
     except Exception as error:
         warnings.warn(f"shardwise: numba does not work here, {name} runs on torch: {line(error)}", stacklevel=3)
         return None

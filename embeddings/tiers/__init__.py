@@ -1,0 +1,1 @@
+"""Tables larger than the device: rows below it, caches of them, and what caches would do."""
