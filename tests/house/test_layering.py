@@ -74,6 +74,7 @@ ROOMS: dict[str, set[str]] = {
     "embeddings/pruning": {"embeddings", "embeddings/collections"},
     "embeddings/quant": {"embeddings", "embeddings/collections", "embeddings/managed_collision", "embeddings/tables"},
     "embeddings/tables": {"embeddings"},
+    "embeddings/tiers": set(),
     "embeddings/torchrec": {"embeddings/tables"},
     "fbgemm/tables": {"fbgemm"},
     "jagged/compiled": {"jagged"},

@@ -1,0 +1,160 @@
+"""Where the records of a table's rows lie below the device: in memory here, in files in `files.py`, or where users say.
+
+Shapes: rows [n] int64, records [n, record_bytes] uint8, R the rows of the table.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ...kernels.huge_pages import in_huge_pages
+from ...kernels.memory import require_memory
+
+
+@runtime_checkable
+class Backing(Protocol):
+    """Where the records of a table's rows lie below the device, row by row: [R, record_bytes] uint8.
+
+    A store calls it from one thread at a time, which need not be the same each time. Bytes come back as they were
+    written; a row that was never written is zeros. A call that raises may have moved some of its rows: the run has
+    failed then, and goes on from its last checkpoint. What a backing holds is scratch: no other run reads it.
+    """
+
+    def read(self, rows: Tensor, out: Tensor) -> None:
+        """Fill out [n, record_bytes] uint8, contiguous on the CPU, with the records of rows [n] int64 on the CPU, which
+        are ascending and distinct.
+        """
+        ...
+
+    def write(self, rows: Tensor, records: Tensor) -> None:
+        """Keep records [n, record_bytes] of rows [n], both as in `read`; they may be overwritten after the call."""
+        ...
+
+    def grow(self, rows: int) -> None:
+        """Have so many rows from now on, no fewer than before; the added ones are zeros."""
+        ...
+
+    def close(self) -> None:
+        """Give memory, files and locks back; closing again does nothing."""
+        ...
+
+
+class HostRecords:
+    """Records in memory of this machine, in huge pages where the system has them; it is taken when it is written.
+
+    With `pinned`, which needs CUDA, a GPU reads and writes them in place.
+
+    Raises:
+        MemoryError: there is less memory than [rows, record_bytes].
+    """
+
+    def __init__(self, rows: int, record_bytes: int, *, pinned: bool = False) -> None:
+        require_shape(rows, record_bytes)
+        self.pinned = pinned
+        self._records, self._release = self._take(rows, record_bytes)
+
+    @property
+    def records(self) -> Tensor:
+        """All of them, [R, record_bytes] uint8: what moves rows may do it here instead of by `read` and `write`."""
+        return self._records
+
+    def read(self, rows: Tensor, out: Tensor) -> None:
+        """As `Backing` says."""
+        require_rows(rows, out, self._records.shape)
+        torch.index_select(self._records, 0, rows, out=out)
+
+    def write(self, rows: Tensor, records: Tensor) -> None:
+        """As `Backing` says."""
+        require_rows(rows, records, self._records.shape)
+        self._records.index_copy_(0, rows, records)
+
+    def grow(self, rows: int) -> None:
+        """As `Backing` says. Copies what there is: both lie in memory meanwhile."""
+        before, release = self._records, self._release
+        require_growth(rows, before.shape[0])
+        self._records, self._release = self._take(rows, before.shape[1])
+        self._records[: before.shape[0]] = before
+        release()
+
+    def close(self) -> None:
+        """As `Backing` says."""
+        self._records = torch.empty((0, self._records.shape[1]), dtype=torch.uint8, device="cpu")
+        self._release()
+
+    def _take(self, rows: int, record_bytes: int) -> tuple[Tensor, Callable[[], object]]:
+        shape = (rows, record_bytes)
+        require_memory(f"records of {rows:,} rows", shape, torch.uint8)
+        nbytes = rows * record_bytes
+        try:
+            # torch.zeros would write all of it
+            memory = mmap.mmap(-1, nbytes, **_PRIVATE)
+        except (OSError, OverflowError) as error:
+            text = f"records of {rows:,} rows: {nbytes:,} bytes, which the system does not give: is it too large?"
+            raise MemoryError(text) from error
+        records = in_huge_pages(torch.frombuffer(memory, dtype=torch.uint8)).view(shape)
+        return records, weakref.finalize(self, _unpin, _pin(records) if self.pinned else None)
+
+
+# not shared with processes that are forked
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _pin(records: Tensor) -> int:
+    """Lock the pages where a GPU finds them. torch's own allocator rounds up to a power of 2: 9 GiB would take 16.
+
+    Raises:
+        RuntimeError: CUDA does not lock so much, or there is none.
+    """
+    torch.cuda.check_error(int(_runtime().cudaHostRegister(records.data_ptr(), records.numel(), 0)))
+    return records.data_ptr()
+
+
+def _unpin(address: int | None) -> None:
+    # the memory itself goes with the last tensor of it
+    if address is not None:
+        _runtime().cudaHostUnregister(address)
+
+
+def require_shape(rows: int, record_bytes: int) -> None:
+    """Raise ValueError unless there is a row at least, and a byte in it."""
+    if rows < 1 or record_bytes < 1:
+        raise ValueError(f"a backing of {rows} rows and {record_bytes} bytes a row: both must be positive")
+
+
+def require_growth(rows: int, before: int) -> None:
+    """Raise ValueError where a backing would lose rows."""
+    if rows < before:
+        raise ValueError(f"a backing of {before:,} rows cannot shrink to {rows:,}")
+
+
+def require_rows(rows: Tensor, records: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless a call on a backing [R, record_bytes] has what `Backing.read` says; `rows` may be none.
+
+    Raises:
+        ValueError, IndexError: names what does not fit.
+    """
+    if records.dtype != torch.uint8 or not records.is_contiguous() or records.device.type != "cpu":
+        raise ValueError(f"records must be uint8, contiguous and on the CPU, not {records.dtype} on {records.device}")
+    if rows.dtype != torch.int64 or rows.device.type != "cpu" or tuple(records.shape) != (rows.numel(), shape[1]):
+        raise ValueError(
+            f"{rows.dtype} rows {list(rows.shape)} with records {list(records.shape)}: need int64 rows [n] on the CPU"
+            f" and records [n, {shape[1]}]"
+        )
+    if not rows.numel():
+        return
+    if rows.numel() > 1 and not bool((rows[1:] > rows[:-1]).all()):
+        raise ValueError("rows must be ascending and distinct")
+    # the ends of what ascends
+    first, last = int(rows[0]), int(rows[-1])
+    if first < 0 or last >= shape[0]:
+        raise IndexError(f"row {first if first < 0 else last} is outside [0, {shape[0]})")

@@ -1,0 +1,112 @@
+"""Backings hold bytes: what was written last comes back, row by row, from memory and from files alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.embeddings.tiers import Backing, FileRecords, HostRecords
+
+ROWS, BYTES = 1000, 48
+
+BACKINGS: dict[str, Callable[[int, int, Path], Backing]] = {
+    "host": lambda rows, size, folder: HostRecords(rows, size),
+    "file": lambda rows, size, folder: FileRecords(rows, size, folder, name="user"),
+}
+all_backings = pytest.mark.parametrize("make", BACKINGS.values(), ids=BACKINGS)
+
+
+def some_rows(rows: int, most: int) -> Tensor:
+    """Distinct rows, ascending; often neighbours, sometimes none."""
+    n = int(torch.randint(0, most + 1, ()))
+    if torch.rand(()) < 0.3:
+        start = int(torch.randint(0, rows - n + 1, ()))
+        return torch.arange(start, start + n)
+    return torch.randperm(rows)[:n].sort().values
+
+
+def some_records(n: int, size: int = BYTES) -> Tensor:
+    return torch.randint(0, 256, (n, size), dtype=torch.uint8)
+
+
+@all_backings
+def test_rows_are_what_was_written_last(make: Callable[[int, int, Path], Backing], tmp_path: Path) -> None:
+    backing, written = make(ROWS, BYTES, tmp_path), dict[int, bytes]()
+    for _ in range(200):
+        rows, records = some_rows(ROWS, 200), some_records(200)
+        records = records[: rows.numel()]
+        backing.write(rows, records)
+        written |= {row: bytes(record.tolist()) for row, record in zip(rows.tolist(), records, strict=True)}
+        rows = some_rows(ROWS, 300)
+        out = torch.full((rows.numel(), BYTES), 77, dtype=torch.uint8)
+        backing.read(rows, out)
+        assert [bytes(record.tolist()) for record in out] == [written.get(row, bytes(BYTES)) for row in rows.tolist()]
+    backing.close()
+    backing.close()
+
+
+@all_backings
+def test_a_backing_that_grows_keeps_its_rows(make: Callable[[int, int, Path], Backing], tmp_path: Path) -> None:
+    backing = make(ROWS, BYTES, tmp_path)
+    records, out = some_records(ROWS), torch.empty(2 * ROWS, BYTES, dtype=torch.uint8)
+    backing.write(torch.arange(ROWS), records)
+    backing.grow(2 * ROWS)
+    backing.read(torch.arange(2 * ROWS), out)
+    assert torch.equal(out[:ROWS], records) and not out[ROWS:].any()
+    with pytest.raises(ValueError, match="2,000 rows cannot shrink to 1,999"):
+        backing.grow(2 * ROWS - 1)
+    backing.close()
+
+
+@all_backings
+@pytest.mark.parametrize(
+    ("rows", "error", "words"),
+    [
+        ([3, 3], ValueError, "ascending and distinct"),
+        ([4, 3], ValueError, "ascending and distinct"),
+        ([-1, 3], IndexError, r"row -1 is outside \[0, 1000\)"),
+        ([3, 1000], IndexError, r"row 1000 is outside \[0, 1000\)"),
+        ([1, 2, 3], ValueError, r"rows \[3\] with records \[2, 48\]"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(
+    make: Callable[[int, int, Path], Backing], rows: list[int], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    backing, records = make(ROWS, BYTES, tmp_path), some_records(2)
+    for call in (backing.read, backing.write):
+        with pytest.raises(error, match=words):
+            call(torch.tensor(rows), records)
+    backing.close()
+
+
+def test_records_in_memory_are_moved_in_place() -> None:
+    backing = HostRecords(ROWS, BYTES)
+    records = some_records(2)
+    backing.records[torch.tensor([5, 7])] = records
+    out = torch.empty(2, BYTES, dtype=torch.uint8)
+    backing.read(torch.tensor([5, 7]), out)
+    assert torch.equal(out, records)
+
+
+def test_memory_is_taken_when_it_is_written() -> None:
+    """4 GiB, of which nothing is written."""
+    before = resident_bytes()
+    backing = HostRecords(1 << 20, 4096)
+    assert resident_bytes() - before < 1 << 28
+    backing.close()
+
+
+def test_memory_that_no_machine_has_is_refused() -> None:
+    with pytest.raises(MemoryError, match="records of 1,099,511,627,776 rows"):
+        HostRecords(1 << 40, 512)
+
+
+def resident_bytes() -> int:
+    status = Path("/proc/self/statm")
+    if not status.exists():
+        pytest.skip("no /proc here")
+    return int(status.read_text().split()[1]) * 4096
