@@ -19,6 +19,7 @@ from shardwise.embeddings import (
     optimizer_of,
     optimizer_spec,
 )
+from shardwise.embeddings.tiers.simulate import record_bytes
 from shardwise.jagged import KeyedJaggedTensor
 
 from .traces import Trace, TracedTable, TraceWriter
@@ -104,25 +105,13 @@ def tables_in(module: nn.Module) -> list[LookedUp]:
     return [*found.values()]
 
 
-def record_bytes(dim: int, element_bytes: int, element_states: int, row_states: int) -> int:
-    """Bytes of a row of `dim` columns with its optimizer's states: every part of elements begins on 16 bytes, numbers
-    of the row follow, and the whole is a multiple of 64."""
-    parts = [dim * element_bytes, *[4 * dim] * element_states]
-    return -(-(sum(-(-part // 16) * 16 for part in parts) + 4 * row_states) // 64) * 64
-
-
 def _of_config(config: LookedUp | BaseEmbeddingConfig, parameter: nn.Parameter | None = None) -> LookedUp:
     if isinstance(config, LookedUp):
         return config
-    states: Sequence[str] = ()
     marked = None if parameter is None else optimizer_of(parameter)
-    if marked is not None:
-        from shardwise.kernels import rule_named
-
-        states = rule_named(optimizer_spec(*marked, table=config.name).rule).kinds
-    size = data_type_to_dtype(config.data_type).itemsize
-    row = record_bytes(config.embedding_dim, size, states.count("element"), states.count("row"))
-    table = TracedTable(config.name, config.num_embeddings, config.embedding_dim, config.data_type.value, row)
+    rule = None if marked is None else optimizer_spec(*marked, table=config.name).rule
+    record = record_bytes(config.embedding_dim, data_type_to_dtype(config.data_type), rule)
+    table = TracedTable(config.name, config.num_embeddings, config.embedding_dim, config.data_type.value, record)
     return LookedUp(table, tuple(config.feature_names) or (config.name,))
 
 

@@ -287,8 +287,9 @@ def _named(path: Path) -> Iterator[None]:
         text = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else str(error)
         raise ValueError(f"{path}: no trace that can be read: {text}") from error
     except Exception as error:
-        # zlib and pyarrow have errors of their own
-        if type(error).__module__.split(".")[0] not in ("zlib", "pyarrow"):
+        # zlib and pyarrow have errors of their own, and pyarrow's OSErrors of damaged bytes have no number
+        damaged = isinstance(error, OSError) and error.errno is None
+        if not damaged and type(error).__module__.split(".")[0] not in ("zlib", "pyarrow"):
             raise
         raise ValueError(f"{path}: no trace that can be read: {error}") from error
 

@@ -82,7 +82,6 @@ from .quantized.pooled_lookup import quantized_pooled_lookup
 from .quantized.rows import dequantize_rows, quantize_rows
 from .quantized.sequence_lookup import quantized_sequence_lookup
 from .row_formats import ROW_FORMATS, RowFormat, row_format
-from .rows.reuse import ReuseStack
 from .rule import DECAYS, RULES, Rule, define_rule, rule_named
 from .update import rules as _built_in
 from .update.index_op import update_index
@@ -101,7 +100,6 @@ __all__ = [
     "FusedTables",
     "JaggedUnique",
     "RegroupPlan",
-    "ReuseStack",
     "RowFormat",
     "Rule",
     "Segment",

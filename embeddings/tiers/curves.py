@@ -22,7 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.kernels import ReuseStack
+from shardwise.kernels.rows import ReuseStack
+
+# depths that wait to be counted
+_GATHERED = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +58,8 @@ class TraceCurves:
         self._stack = ReuseStack(rows)
         self._batch_of = torch.full((rows,), -1, dtype=torch.int32)
         self._sizes: list[int] = []
-        # rows by depth [D], of the batches before `first` and from it on
-        self._depths = [torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)]
+        # of the batches before `first` and of those from it on
+        self._depths = [_Histogram(), _Histogram()]
         # of each batch: earlier batches, and how many of its rows were last wanted there
         self._returns: list[tuple[Tensor, Tensor]] = []
 
@@ -74,8 +77,7 @@ class TraceCurves:
         """The next batch: its distinct rows [N] int64. Raises as `ReuseStack.touch`."""
         number, is_counted = self.batches, self.batches >= self.first
         depths = self._stack.touch(rows)
-        seen = torch.bincount(depths[depths >= 0])
-        self._depths[is_counted] = _added(self._depths[is_counted], seen)
+        self._depths[is_counted].add(depths[depths >= 0])
         last = self._batch_of[rows]
         self._batch_of[rows] = number
         by_batch = torch.bincount(last[last >= 0])
@@ -96,7 +98,7 @@ class TraceCurves:
         """
         wanted = self._stack.wanted
         every = torch.arange(self.largest, max(wanted, self.largest) + 1) if slots is None else self._sizes_of(slots)
-        warm, counted = (torch.cat([torch.zeros(1, dtype=torch.int64), depths]).cumsum(0) for depths in self._depths)
+        warm, counted = (depths.sums() for depths in self._depths)
         hits = counted[every.clamp_max(counted.numel() - 1)]
         warm_hits = warm[every.clamp_max(warm.numel() - 1)]
         warm_misses = sum(self._sizes[: self.first]) - warm_hits
@@ -149,12 +151,30 @@ class TraceCurves:
         return [*zip(torch.cat(numbers)[order].split(of_each), counts[order].split(of_each), strict=True)]
 
 
-def _added(total: Tensor, more: Tensor) -> Tensor:
-    """The sum of two histograms, of which one may be longer; the first may be changed."""
-    if more.numel() > total.numel():
-        total, more = more, total
-    total[: more.numel()] += more
-    return total
+class _Histogram:
+    """Counts of numbers from 0 on, which are gathered first: a histogram may be much longer than a batch."""
+
+    def __init__(self) -> None:
+        self._counts = torch.zeros(1, dtype=torch.int64)
+        self._gathered: list[Tensor] = []
+        self._waiting = 0
+
+    def add(self, numbers: Tensor) -> None:
+        self._gathered.append(numbers)
+        self._waiting += numbers.numel()
+        if self._waiting > max(_GATHERED, self._counts.numel()):
+            self._count()
+
+    def _count(self) -> None:
+        more = torch.bincount(torch.cat(self._gathered)) if self._gathered else self._counts[:0]
+        longer, shorter = (more, self._counts) if more.numel() > self._counts.numel() else (self._counts, more)
+        longer[: shorter.numel()] += shorter
+        self._counts, self._gathered, self._waiting = longer, [], 0
+
+    def sums(self) -> Tensor:
+        """How many numbers were below 0, 1, 2, ... up to one more than the largest."""
+        self._count()
+        return torch.cat([torch.zeros(1, dtype=torch.int64), self._counts]).cumsum(0)
 
 
 def _take_furthest(held: Tensor, excess: Tensor) -> None:

@@ -1,1 +1,6 @@
-"""Where rows lie and when they were last wanted: moves between records and slots, victims, first values, recency."""
+"""Where rows lie: they move between slots and records, and the lowest slots are found."""
+
+from .lowest import lowest
+from .reuse import ReuseStack
+
+__all__ = ["ReuseStack", "lowest"]

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from shardwise.kernels import ReuseStack, _op, numba_loops
+from shardwise.kernels import _op, numba_loops
+from shardwise.kernels.rows import ReuseStack
 
 
 @pytest.fixture(params=["numba", "torch"])
