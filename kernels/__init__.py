@@ -82,6 +82,10 @@ from .quantized.pooled_lookup import quantized_pooled_lookup
 from .quantized.rows import dequantize_rows, quantize_rows
 from .quantized.sequence_lookup import quantized_sequence_lookup
 from .row_formats import ROW_FORMATS, RowFormat, row_format
+from .rows.initial_rows import initial_rows
+from .rows.lowest import lowest
+from .rows.move_rows import RecordLayout, move_rows, record_layout
+from .rows.reuse import ReuseStack
 from .rule import DECAYS, RULES, Rule, define_rule, rule_named
 from .update import rules as _built_in
 from .update.index_op import update_index
@@ -99,7 +103,9 @@ __all__ = [
     "FusedTable",
     "FusedTables",
     "JaggedUnique",
+    "RecordLayout",
     "RegroupPlan",
+    "ReuseStack",
     "RowFormat",
     "Rule",
     "Segment",
@@ -125,6 +131,7 @@ __all__ = [
     "histogram_binning_calibration",
     "histogram_binning_calibration_by_feature",
     "ids_pass",
+    "initial_rows",
     "invert_permute",
     "is_clean",
     "jagged_dense_add",
@@ -141,6 +148,8 @@ __all__ = [
     "jagged_vector_product",
     "keyed_jagged_index_select",
     "lookup_gradient",
+    "lowest",
+    "move_rows",
     "new_guard",
     "offsets_range",
     "offsets_to_lengths",
@@ -161,6 +170,7 @@ __all__ = [
     "quantized_pooled_lookup",
     "quantized_sequence_lookup",
     "raise_from_guard",
+    "record_layout",
     "regroup",
     "require_ids",
     "row_format",

@@ -8,6 +8,7 @@ Ranks r of one host share r // local_size.
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -42,6 +43,9 @@ SERVING: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cuda": dict.fromkeys(_BY_TYPE, _ON_GPU),
     "mtia": dict.fromkeys(_BY_TYPE, _ON_GPU[:1]),
 }
+# what may lie below the rows of a table on its device, and which of these go first
+TIERS_BELOW = ("ram", "file")
+CACHE_POLICIES = ("aged_lfu", "lru", "lfu")
 REDUCTIONS = ("partial", "ordered")
 ROW_STATES = ("shard", "table")
 # types of the rows and outputs of tables that train, and modes of the check of ids, by TorchRec's names
@@ -146,6 +150,79 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Tier:
+    """Where rows of a table lie that are not on its device, and how many are: weights and optimizer states together.
+
+    Results have the same bits as with all rows on the device.
+
+    Args:
+        slots: rows on the device at a time, all shards of a row range together: a number, or as a float a share of the
+            rows. None is as few as the batches in flight need.
+        below: "ram" (the host's memory, pinned where the device is CUDA), "file" (a scratch file in `folder`), or a
+            function of (table name, rows, bytes of a record) that makes a `Backing`.
+        folder: of scratch files, made where it is missing; on a local disk.
+        max_slots: up to so many slots grow, as `slots`, where a batch needs more. None is no bound where `slots` is
+            None, and else that they do not grow.
+        ram_rows: rows of a file that are in the host's memory too, as `slots`; None is none.
+        policy: which rows go first of those that no known batch needs: "aged_lfu" (those that were used least, a use of
+            `half_life` batches ago counting a half), "lru" (longest ago), "lfu" (least often) or a function of (scores
+            [n], batch) that gives the new scores of rows that are used, integers; lowest scores go first, and a score
+            begins at 0.
+        half_life: batches, of "aged_lfu".
+
+    Raises:
+        ValueError: a value is not one of these.
+    """
+
+    slots: int | float | None = None
+    below: str | Callable[..., Any] = "ram"
+    folder: str | None = None
+    max_slots: int | float | None = None
+    ram_rows: int | float | None = None
+    policy: str | Callable[..., Any] = "aged_lfu"
+    half_life: int = 64
+
+    def __post_init__(self) -> None:
+        for what in ("slots", "max_slots", "ram_rows"):
+            value = getattr(self, what)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise ValueError(f"Tier: {what} must be a positive number of rows or a share of them, got {value!r}")
+            if isinstance(value, float) and value > 1:
+                raise ValueError(f"Tier: {what} as a float is a share of the rows, at most 1.0, got {value!r}")
+        if not callable(self.below) and self.below not in TIERS_BELOW:
+            raise ValueError(f"Tier: below must be one of {list(TIERS_BELOW)} or a function, got {self.below!r}")
+        if self.below == "file" and self.folder is None:
+            raise ValueError("Tier: below='file' takes a folder for its scratch files, one on a local disk")
+        if self.below != "file" and (self.folder is not None or self.ram_rows is not None):
+            raise ValueError(f"Tier: folder and ram_rows are of below='file', got below={self.below!r}")
+        if not callable(self.policy) and self.policy not in CACHE_POLICIES:
+            raise ValueError(f"Tier: policy must be one of {list(CACHE_POLICIES)} or a function, got {self.policy!r}")
+        if not isinstance(self.half_life, int) or self.half_life < 1:
+            raise ValueError(f"Tier: half_life must be a positive number of batches, got {self.half_life!r}")
+
+    @staticmethod
+    def rows_of(given: int | float | None, rows: int, share: float = 1.0) -> int | None:
+        """`slots`, `max_slots` or `ram_rows` of a shard with `rows` rows, which is `share` of its table's rows."""
+        if given is None:
+            return None
+        wanted = math.ceil(given * rows) if isinstance(given, float) else math.ceil(given * share)
+        return min(max(1, wanted), rows)
+
+    def __str__(self) -> str:
+        below = self.below if isinstance(self.below, str) else getattr(self.below, "__name__", "a function")
+        slots = (
+            "as few slots as needed"
+            if self.slots is None
+            else f"{self.slots:.3g} of the rows"
+            if isinstance(self.slots, float)
+            else f"{self.slots} slots"
+        )
+        return f"{slots} over {below}"
+
+
+@dataclass(frozen=True)
 class TableOptions:
     """How the shards of one table work together, and what of the table's lookups and updates a plan sets.
 
@@ -161,6 +238,7 @@ class TableOptions:
         weights_precision: the type of the table's rows, FP32, FP16 or BF16; None is that of the unsharded table.
         dense: the shards train by their gradients, which reach their parameters, and not by an optimizer in the
             backward. Says nothing of replicated tables.
+        tier: where rows lie that are not on the device; None is that all are.
 
     Raises:
         ValueError: a value is not one of these.
@@ -173,6 +251,7 @@ class TableOptions:
     stochastic_rounding: bool | None = None
     weights_precision: str | None = None
     dense: bool = False
+    tier: Tier | None = None
 
     def __post_init__(self) -> None:
         for what, known in (

@@ -42,7 +42,7 @@ class LookupWithUpdate(torch.autograd.Function):
         ctx.holds = frozen is not None or ctx.needs_input_grad[1]
         if not ctx.holds:
             # nobody comes back for the rows
-            group.store.release(lease)
+            group.release_unchanged(lease)
         return out
 
     @staticmethod
@@ -60,10 +60,13 @@ class LookupWithUpdate(torch.autograd.Function):
         if ctx.frozen is None:
             warn_of_eval()
         else:
+            group.require_held(ctx.lease)
             group.update(
                 grad, slots, offsets, per_id_weights, pooling=ctx.pooling, frozen=ctx.frozen, ids=ids, index=ctx.index
             )
-        if ctx.holds:
+        if ctx.holds and ctx.frozen is None:
+            group.release_unchanged(ctx.lease)
+        elif ctx.holds:
             group.release(ctx.lease)
         return (None, grad_p, *[None] * 7)
 
@@ -129,7 +132,7 @@ class IndexAhead:
         pooling: str,
         frozen: tuple[bool, ...],
     ) -> None:
-        self._frozen, self._done = frozen, None
+        self._frozen, self._done, self._segments = frozen, None, group._segment_numbers
         features = group.trained(frozen)
         batch = (slots, offsets, per_id_weights, features)
         hashed = group.seed is not None and group.flat.dtype != torch.float32
@@ -145,9 +148,12 @@ class IndexAhead:
         # if no backward comes, nobody else keeps them for the stream
         _record((*batch, ids), beside)
 
-    def tensors(self, frozen: tuple[bool, ...]) -> list[Tensor] | None:
-        """The tensors of `fused_update` on the current stream; None if other tables are left alone now."""
-        if frozen != self._frozen:
+    def tensors(self, frozen: tuple[bool, ...], segments: list[int]) -> list[Tensor] | None:
+        """The tensors of `fused_update` on the current stream.
+
+        None if other tables are left alone now, or they lie elsewhere: `segments` are the group's.
+        """
+        if frozen != self._frozen or segments is not self._segments:
             return None
         if self._done is not None:
             here = _current(self._tensors[0].device)

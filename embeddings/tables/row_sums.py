@@ -42,10 +42,20 @@ class RowSums:
     rows: Tensor
     gradient: Tensor
 
-    def without(self, rows: Tensor) -> RowSums:
-        """The same but for some rows."""
-        kept = ~torch.isin(self.rows, rows)
+    def without(self, ids: Tensor) -> RowSums:
+        """The same but for some rows, by their ids."""
+        kept = ~torch.isin(self.ids, ids)
         return RowSums(self.segment, self.ids[kept], self.rows[kept], self.gradient[kept])
+
+    def moved(self, segment: Segment, first_ids: Sequence[int], before: Sequence[int], after: Sequence[int]) -> RowSums:
+        """The same where the slots of tables begin elsewhere.
+
+        By table: its first id, and its first slot before and after.
+        """
+        table = torch.bucketize(self.ids, self.ids.new_tensor(sorted(first_ids)[1:]), right=True)
+        order = sorted(range(len(first_ids)), key=lambda t: (first_ids[t], before[t], after[t]))
+        shift = self.rows.new_tensor([after[t] - before[t] for t in order])
+        return RowSums(segment, self.ids, self.rows + shift[table], self.gradient)
 
     def to(self, device: torch.device) -> RowSums:
         """The same on a device."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from ..policy import DEFAULT_POLICY, GradientCheckMode, LookupPolicy
 from .id_check import GuardedIdCheck
 from .lookup_autograd import IndexAhead, LookupWithUpdate, flat_of_parameters
 from .row_sums import Accumulation, RowSums, add_sums, apply_sums, sum_rows
-from .table_layout import LookupFeature, OptimizerSpec, TableShape, cuts_of, laid_out, lay_out, require_tables
+from .table_layout import LookupFeature, OptimizerSpec, TableShape, blank, cuts_of, laid_out, lay_out, require_tables
 from .transformed import refuse_fused, transformed_pooled, transformed_sequence
 
 
@@ -74,6 +74,47 @@ class RowStore(Protocol):
 
     def release(self, lease: Any) -> None:
         """The rows of a lease may go: their update is done, or none will come."""
+        ...
+
+
+@runtime_checkable
+class LookaheadStore(RowStore, Protocol):
+    """A store that may be told of batches before they come, and whose rows may still be on their way when it resolves.
+
+    Tables of such a store have fewer slots than rows: what is to be read or written goes through it, not through views
+    of slots.
+    """
+
+    def announce(self, ids: Tensor, offsets: Tensor) -> Any:
+        """Say that a batch will come; batches come in the order in which they were announced. For `resolve`."""
+        ...
+
+    def withdraw(self, announced: Any) -> None:
+        """Say that a batch that was announced will not come."""
+        ...
+
+    def resolve(self, ids: Tensor, offsets: Tensor, step: Tensor, announced: Any = None) -> tuple[Tensor, Any]:
+        """As `RowStore.resolve`; rows are in their slots once `ready` returned."""
+        ...
+
+    def ready(self, lease: Any) -> None:
+        """Wait until the rows of a lease are in their slots."""
+        ...
+
+    def release_unchanged(self, lease: Any) -> None:
+        """As `release`, where no update came."""
+        ...
+
+    def holds(self, lease: Any) -> bool:
+        """Whether a lease was not released yet."""
+        ...
+
+    def read(self, table: int, begin: int, end: int) -> list[Tensor]:
+        """Rows [begin, end) of a table on the host: [n, dim], then optimizer states [n, dim] or [n]."""
+        ...
+
+    def write_rows(self, table: int, rows: Tensor, parts: Sequence[Tensor | None]) -> None:
+        """Replace distinct rows [n] of a table, ascending: weights [n, dim] and states, as `read`; None stays."""
         ...
 
 
@@ -112,54 +153,63 @@ class TableGroup:
         policy: LookupPolicy = DEFAULT_POLICY,
         store: RowStore | None = None,
     ) -> None:
-        self.tables, self.lookups, self.optimizer = list(tables), list(features), optimizer
+        self.lookups, self.optimizer = list(features), optimizer
         self.lr = optimizer.lr if optimizer is not None else 0.0
         self.policy = policy
         self.store: RowStore = store or ResidentRows()
         # whether rows lie elsewhere than their ids say
         self.has_slots = not isinstance(self.store, ResidentRows)
-        self._bases, first_rows, self.segments, elements = lay_out(tables)
-        self.first_rows = first_rows
+        self.lookahead = self.store if isinstance(self.store, LookaheadStore) else None
         # rows by their own numbers, which are others than those of slots
         _, self.first_ids, self.id_segments, _ = lay_out([replace(table, slots=None) for table in tables])
-        self.rows = sum(table.resident for table in tables)
+        self._lay_out(tables)
         self.keys = [f.name for f in features]
         self.dims = [tables[f.table].dim for f in features]
         self.pooling = "mean" if any(f.mean for f in features) else "sum"
         self.names = [f"feature {f.name!r} (table {tables[f.table].name!r})" for f in features]
-        self._segment_numbers = flatten_segments(self.segments)
-        self.cuts = cuts_of(tables, self.segments)
-        require_tables(self.tables, elements, dtype, device)
-        self.flat = in_huge_pages(torch.empty(elements, dtype=dtype, device=device))
+        require_tables(self.tables, self._elements, dtype, device)
+        self.flat = in_huge_pages(torch.empty(self._elements, dtype=dtype, device=device))
         self.parameters: list[nn.Parameter] = []
-        self._spec = [
-            Feature(
-                self._bases[f.table],
-                tables[f.table].resident,
-                tables[f.table].dim,
-                first_rows[f.table],
-                f.mean,
-                tables[f.table].origin,
-            )
-            for f in features
-        ]
         self.accumulation = Accumulation()
         # gradients that wait for a step, and the leases of their slots
         self.sums: list[RowSums] | None = None
         self._leases: list[Any] = []
         self._place(device, fresh=True)
 
+    def _lay_out(self, tables: Sequence[TableShape]) -> None:
+        """Where these tables and their features begin."""
+        self.tables = list(tables)
+        self._bases, self.first_rows, self.segments, self._elements = lay_out(tables)
+        self.rows = sum(table.resident for table in tables)
+        self._segment_numbers = flatten_segments(self.segments)
+        self.cuts = cuts_of(tables, self.segments)
+        self._spec = [
+            Feature(
+                self._bases[f.table],
+                tables[f.table].resident,
+                tables[f.table].dim,
+                self.first_rows[f.table],
+                f.mean,
+                tables[f.table].origin,
+            )
+            for f in self.lookups
+        ]
+
+    def _new_states(self, device: torch.device) -> list[Tensor]:
+        """Memory for the optimizer states of the tables as they are laid out, as at the start."""
+        spec = self.optimizer or OptimizerSpec("gradient")
+        states = []
+        for start, kind in zip(self.starts(), rule_named(spec.rule).states.values(), strict=True):
+            size = self.rows if kind == "row" else self._elements
+            require_tables(self.tables, size, torch.float32, device, "an optimizer state of ")
+            states.append(in_huge_pages(torch.empty(size, dtype=torch.float32, device=device)).fill_(start))
+        return states
+
     def _place(self, device: torch.device, *, fresh: bool) -> None:
         """Put what lives beside the tables on their device: optimizer states begin anew if `fresh`, else they move."""
         spec = self.optimizer or OptimizerSpec("gradient")
         if fresh:
-            rule = rule_named(spec.rule)
-            self.states = []
-            for start, kind in zip(self._starts(), rule.states.values(), strict=True):
-                size = self.rows if kind == "row" else self.flat.shape[0]
-                require_tables(self.tables, size, torch.float32, device, "an optimizer state of ")
-                state = in_huge_pages(torch.empty(size, dtype=torch.float32, device=device))
-                self.states.append(state.fill_(start))
+            self.states = self._new_states(device)
             self.step = torch.zeros(1, dtype=torch.int64, device=device)
             self.hyper = replace(spec, lr=self.lr).hyper(device)
             self.sums = None
@@ -224,10 +274,66 @@ class TableGroup:
             return (False,) * len(self.tables)
         return tuple([not param.requires_grad for param in self.parameters])
 
+    @torch.no_grad()
+    def lay_out_anew(
+        self, tables: Sequence[TableShape], flat: Tensor | None = None, states: Sequence[Tensor] | None = None
+    ) -> None:
+        """Hold the same tables with other numbers of slots from now on, in this memory or in new one.
+
+        The memory of before is not read; gradients that wait stay with the slots that they are of.
+        """
+        before, device = self.first_rows, self.device
+        self._lay_out(tables)
+        if flat is None or states is None:
+            require_tables(self.tables, self._elements, self.flat.dtype, device)
+            flat = in_huge_pages(torch.empty(self._elements, dtype=self.flat.dtype, device=device))
+            states = self._new_states(device)
+        self.flat, self.states = flat, list(states)
+        self.features = pack_features(self._spec, device)
+        self._trained.clear()
+        if self.sums is not None:
+            self.sums = [
+                part.moved(segment, self.first_ids, before, self.first_rows)
+                for part, segment in zip(self.sums, self.segments, strict=True)
+            ]
+
+    @torch.no_grad()
+    def resize(self, slots: Sequence[int]) -> None:
+        """Give tables other numbers of slots: what is in those that stay keeps its number there."""
+        old = [self._slots_of(t) for t in range(len(self.tables))]
+        self.lay_out_anew([replace(shape, slots=count) for shape, count in zip(self.tables, slots, strict=True)])
+        for t, parts in enumerate(old):
+            for source, target in zip(parts, self._slots_of(t), strict=True):
+                kept = min(len(source), len(target))
+                target[:kept] = source[:kept]
+
+    def _slots_of(self, table: int) -> list[Tensor]:
+        """Weights and optimizer states of a table's slots."""
+        return [self.view(table), *(view for name, view in self.state_views(table).items() if name != "step")]
+
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
         return self.flat.device
+
+    @property
+    def is_away(self) -> bool:
+        """Whether only some rows of the tables are here: others see NaNs in the place of weights and states."""
+        return self.lookahead is not None and any(table.slots is not None for table in self.tables)
+
+    def shown(self, table: int) -> Tensor:
+        """Table number `table` as its owner's parameter shows it, [rows, dim]."""
+        if not self.is_away:
+            return self.view(table)
+        return blank(self.flat, (self.tables[table].rows, self.tables[table].dim))
+
+    def shown_states(self, table: int) -> dict[str, Tensor]:
+        """`state_views`, with NaNs in the place of states of rows that are not all here."""
+        views = self.state_views(table)
+        if self.is_away:
+            rows = self.tables[table].rows
+            views = {k: v if k == "step" else blank(v, (rows, *v.shape[1:])) for k, v in views.items()}
+        return views
 
     def view(self, table: int) -> Tensor:
         """Table number `table` as [rows, dim] of the flat buffer."""
@@ -253,7 +359,7 @@ class TableGroup:
             views["step"] = self.step
         return views
 
-    def _starts(self) -> list[float]:
+    def starts(self) -> list[float]:
         """What each optimizer state of a row begins with."""
         spec = self.optimizer or OptimizerSpec("gradient")
         rule = rule_named(spec.rule)
@@ -266,14 +372,24 @@ class TableGroup:
         Gradients that wait for a step of these rows are dropped. With `quietly` a graph that saved the table before
         does not notice.
         """
-        flat = self.flat.data if quietly else self.flat
-        self.cut(flat, table)[rows] = values.to(flat)
-        states = [view for name, view in self.state_views(table).items() if name != "step"]
-        for start, state in zip(self._starts(), states, strict=bool(states)):
-            state[rows] = start
+        if self.lookahead is not None and self.is_away:
+            rows, order = rows.sort()
+            starts = self._starts_of(table, rows.shape[0])
+            self.lookahead.write_rows(table, rows, [values[order].to(self.flat), *starts])
+        else:
+            flat = self.flat.data if quietly else self.flat
+            self.cut(flat, table)[rows] = values.to(flat)
+            states = [view for name, view in self.state_views(table).items() if name != "step"]
+            for start, state in zip(self.starts(), states, strict=bool(states)):
+                state[rows] = start
         if self.sums is not None:
-            dim, gone = self.tables[table].dim, rows + self.first_rows[table]
+            dim, gone = self.tables[table].dim, rows + self.first_ids[table]
             self.sums = [part.without(gone) if part.segment.dim == dim else part for part in self.sums]
+
+    def _starts_of(self, table: int, rows: int) -> list[Tensor]:
+        """Optimizer states of so many new rows of a table."""
+        views = [view for name, view in self.state_views(table).items() if name != "step"]
+        return [view.new_full((rows, *view.shape[1:]), start) for start, view in zip(self.starts(), views, strict=True)]
 
     @torch.no_grad()
     def copy_from(self, table: int, source: TableGroup, source_table: int) -> None:
@@ -313,7 +429,7 @@ class TableGroup:
 
         Where not `trains` the backward updates nothing; without an optimizer it makes no difference.
         """
-        slots, lease = self.store.resolve(ids, offsets, self.step)
+        slots, lease = self.resolve(ids, offsets)
         args = (slots, offsets, per_id_weights)
         frozen = self._frozen_of_update()
         if is_transformed():
@@ -326,12 +442,12 @@ class TableGroup:
         out = pooled_lookup(
             flat, *args, self.features, self.dims, self._segment_numbers, self.pooling, self.policy.output_dtype
         )
-        self.store.release(lease)
+        self.release_unchanged(lease)
         return out
 
     def sequence(self, ids: Tensor, offsets: Tensor, *, trains: bool = True) -> Tensor:
         """The row of each id, [N, dim]; all tables of the group have this dim. `trains` as for `pooled`."""
-        slots, lease = self.store.resolve(ids, offsets, self.step)
+        slots, lease = self.resolve(ids, offsets)
         frozen = self._frozen_of_update()
         if is_transformed():
             return transformed_sequence(
@@ -343,7 +459,7 @@ class TableGroup:
         out = sequence_lookup(
             flat, slots, offsets, self.features, self.tables[0].dim, self._segment_numbers, self.policy.output_dtype
         )
-        self.store.release(lease)
+        self.release_unchanged(lease)
         return out
 
     def _transformed_dtype(self, frozen: object) -> torch.dtype:
@@ -444,8 +560,34 @@ class TableGroup:
             self.flat, self.states, self.step, grad, slots, offsets, per_id_weights,
             self.trained(frozen) if any(frozen) else self.features, self.dims, self._segment_numbers,
             spec.rule, self.hyper, guard, pooling, spec.decay, spec.max_gradient if clips else None, self.seed, ids,
-            None if index is None else index.tensors(frozen),
+            None if index is None else index.tensors(frozen, self._segment_numbers),
         )  # fmt: skip
+
+    def resolve(self, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Any]:
+        """Slots of the ids of a batch, their rows in them, and the lease that holds these."""
+        slots, lease = self.store.resolve(ids, offsets, self.step)
+        if self.lookahead is not None:
+            self.lookahead.ready(lease)
+        return slots, lease
+
+    def require_held(self, lease: Any) -> None:
+        """Refuse to update rows that may have left their slots.
+
+        Raises:
+            RuntimeError: the lease was released.
+        """
+        if self.lookahead is not None and not self.lookahead.holds(lease):
+            raise RuntimeError(
+                f"tables {[table.name for table in self.tables]}: a second backward of one lookup, whose rows may have"
+                " left the device after the first (retain_graph); look the batch up again"
+            )
+
+    def release_unchanged(self, lease: Any) -> None:
+        """Let the slots of a lookup go that no update follows."""
+        if self.lookahead is None:
+            self.store.release(lease)
+        else:
+            self.lookahead.release_unchanged(lease)
 
     def release(self, lease: Any) -> None:
         """Let the slots of a lookup go after its update; while gradients wait, after the step that applies them."""

@@ -5,6 +5,7 @@ Tables of equal dim lie side by side, so that one launch and one sort key serve 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -103,6 +104,11 @@ def cuts_of(tables: Sequence[TableShape], segments: Sequence[Segment]) -> list[t
     """Each segment, the tables in the order in which they lie there, and the rows of each."""
     members = [[t for t, table in enumerate(tables) if table.dim == segment.dim] for segment in segments]
     return [(segment, ts, [tables[t].resident for t in ts]) for segment, ts in zip(segments, members, strict=True)]
+
+
+def blank(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """NaNs of a shape, all of them one number in memory: reading them is no error, writing is."""
+    return like.new_full((), math.nan).expand(tuple(shape))
 
 
 def require_tables(

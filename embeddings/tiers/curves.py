@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.kernels.rows import ReuseStack
+from shardwise.kernels import ReuseStack
 
 # depths that wait to be counted
 _GATHERED = 1 << 20
@@ -191,7 +191,9 @@ def sizes_between(least: int, most: int, count: int = 32) -> list[int]:
     if most <= least or count < 2:
         return [least]
     steps = torch.linspace(0, 1, count, dtype=torch.float64)
-    return sorted({round(least * (most / least) ** step) for step in steps.tolist()} | {least, most}) if least else [most]
+    return (
+        sorted({round(least * (most / least) ** step) for step in steps.tolist()} | {least, most}) if least else [most]
+    )
 
 
 def regret(hits: Sequence[int] | Tensor, best: Sequence[int] | Tensor, counted: int) -> list[float]:

@@ -1,6 +1,1 @@
-"""Where rows lie: they move between slots and records, and the lowest slots are found."""
-
-from .lowest import lowest
-from .reuse import ReuseStack
-
-__all__ = ["ReuseStack", "lowest"]
+"""Where rows lie that do not all fit the device: moves between slots and records, victims, first values, recency."""

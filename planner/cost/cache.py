@@ -257,7 +257,9 @@ def share_slots(demands: Sequence[Demand], memory_bytes: float) -> SharedSlots:
         TooLittleMemory: not even the smallest caches fit.
     """
     slots = [demand.range[0] for demand in demands]
-    left = memory_bytes - sum(d.fixed_bytes + math.ceil(s) * d.bytes_per_slot for d, s in zip(demands, slots, strict=True))
+    left = memory_bytes - sum(
+        d.fixed_bytes + math.ceil(s) * d.bytes_per_slot for d, s in zip(demands, slots, strict=True)
+    )
     if left < 0:
         raise TooLittleMemory(
             f"the smallest caches of {len(demands)} tables need {(memory_bytes - left) / 2**30:.3g} GiB of the"

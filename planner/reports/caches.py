@@ -163,7 +163,19 @@ def _summary(report: CacheReport) -> list[str]:
 
 
 def _table(report: CacheReport) -> list[str]:
-    heads = ("rows", "slots", "wanted", "hits", "misses", "saves", "stalls", "moved", "prefetch, ms", "Belady", "regret")
+    heads = (
+        "rows",
+        "slots",
+        "wanted",
+        "hits",
+        "misses",
+        "saves",
+        "stalls",
+        "moved",
+        "prefetch, ms",
+        "Belady",
+        "regret",
+    )
     lines = [
         f'<tr><th scope="row">{escape(run.name)}</th>'
         + numbers([

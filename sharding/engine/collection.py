@@ -113,7 +113,7 @@ class ExchangedLookup(torch.autograd.Function):
                     warn_of_eval()
                 if not weight_gradients and not dense_cuts:
                     # all ranks know, and send nothing
-                    shards.release(step)
+                    shards.release(step, changed=False)
                     return None, None, None, *of_weights
             grad = grad.float()
             if wire.has_averages:
@@ -133,7 +133,7 @@ class ExchangedLookup(torch.autograd.Function):
                 if pending.flags[exchange.rank]:
                     by_lookup = wire.by_lookup(step, grad)
                     fault = fault_of(by_lookup, weights, sent, wire.codec_back, lookups, checked=checked)
-                shards.release(step)
+                shards.release(step, changed=False)
                 error = fault_error(exchange, fault, wire.routes, wire.codec_back, collection.device)
                 if isinstance(shards, FullyShardedShards):
                     # other replicas wait for this one's part, and no average of dense gradients will come to an end
@@ -235,11 +235,22 @@ class ShardedCollection(OneOp, WritableTables):
                 raise ValueError(
                     f"tables {dense}: what trains by its gradient has all rows on the device, no row store"
                 )
-            if self._replicas is not None and (stores is not None or mapped):
+            tiered = [table.name for table in tables if table.options.tier is not None]
+            trained_outside = [
+                table.name
+                for table, mark, param in zip(tables, marks, module._own_parameters(), strict=True)
+                if mark is None and param.requires_grad
+            ]
+            if dense := [name for name in tiered if name in trained_outside]:
                 raise ValueError(
-                    "sharding_strategy FULLY_SHARDED: tables whose rows are in a row store or found by an id map cannot"
-                    " be kept in parts, as replicas have other rows in their slots: give their module DEFAULT by a"
-                    " DMPCollectionConfig"
+                    f"tables {dense}: what trains by its gradient has all rows on the device, no tier: give it an"
+                    " optimizer in its backward (apply_optimizer_in_backward)"
+                )
+            if self._replicas is not None and (stores is not None or mapped or tiered):
+                raise ValueError(
+                    "sharding_strategy FULLY_SHARDED: tables whose rows are in a row store, in tiers or found by an id"
+                    " map cannot be kept in parts, as replicas have other rows in their slots: give their module"
+                    " DEFAULT by a DMPCollectionConfig"
                 )
             routes, facts = self._plan(tables, shards)
             return (routes, marks), {**facts, **facts_of_replicas(tables, shards, device)}
@@ -538,7 +549,8 @@ class ShardedCollection(OneOp, WritableTables):
         step.settle()
         # its rows went to other ids, whether it is looked up or not
         self.shards.renew(step)
-        self.shards.release(step)
+        self.shards.withdraw(step)
+        self.shards.release(step, changed=False)
 
     def exchanged(self, step: Step) -> Tensor:
         """The second half of a forward, but for its form: `ExchangedLookup` of what was looked up."""

@@ -9,7 +9,6 @@ Shapes: a flat buffer [n] of a table group, or a state of it, is W pieces [ceil(
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.embeddings import TableGroup
+from shardwise.embeddings.tables.table_layout import blank
 from shardwise.kernels.huge_pages import in_huge_pages
 
 from ..comms.exchange import Exchange, Pending
@@ -118,6 +118,10 @@ class FullyShardedShards(LocalShards):
         self._versions: list[tuple[int, int]] = []
         # blocks of `whole` that this rank is in, and whether one of them keeps what it changed
         self._blocks, self._keeps = 0, False
+
+    def is_away(self, table: str) -> bool:
+        """As `LocalShards.is_away`."""
+        return True
 
     def averaged_groups(self) -> list[TableGroup]:
         """The groups that stay whole: of tables that train by their gradient."""
@@ -304,7 +308,7 @@ class FullyShardedShards(LocalShards):
 
 def blank_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """NaNs in the shape of a tensor, or another, all of them one number in memory: reading is no error, writing is."""
-    return tensor.new_full((), math.nan).expand(tensor.shape if shape is None else tuple(shape))
+    return blank(tensor, tensor.shape if shape is None else shape)
 
 
 @contextmanager

@@ -35,8 +35,8 @@ class ShardedFusedOptimizer(FusedOptimizer):
         self._prefix, self._shards, self._local, self._values = prefix, shards, shards.tables, states
         self.accumulation = shards.tables.accumulation
         self.resplit: str | None = None
-        # whether states are published in memory of their own
-        self._copies = False
+        # tables whose states are published in memory of their own
+        self._away: set[str] = set()
         tables = states.tables.values()
         self._specs = [spec for spec in dict.fromkeys(table.optimizer for table in tables) if spec is not None]
         # the rates that tables train by, until a step passes others on
@@ -77,14 +77,14 @@ class ShardedFusedOptimizer(FusedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As `FusedOptimizer.state_dict`: live, but copies where replicas keep parts of the tables (FULLY_SHARDED)."""
-        if not self._shards.fully_sharded:
+        if not any(map(self._shards.is_away, self._values.tables)):
             return super().state_dict()
+        self._away = {name for name in self._values.tables if self._shards.is_away(name)}
         with self._shards.whole():
-            self._copies = True
             try:
                 published = super().state_dict()
             finally:
-                self._copies = False
+                self._away = set()
         # what others hold of the copies is all that is left of them
         self._follow()
         return published
@@ -100,13 +100,13 @@ class ShardedFusedOptimizer(FusedOptimizer):
         return self._local.parameters[table]
 
     def _states(self, table: str) -> dict[str, Any] | None:
-        states = {key: self._published(value) for key, value in self._values.states(table).items()}
+        states = {key: self._published(table, value) for key, value in self._values.states(table).items()}
         return states if self._values.homes(table) else None
 
-    def _published(self, value: Value) -> Tensor:
-        if self._copies:
+    def _published(self, table: str, value: Value) -> Tensor:
+        if table in self._away:
             value = copied(value)
-        elif self._shards.fully_sharded and value.dtype.is_floating_point:
+        elif self._shards.is_away(table) and value.dtype.is_floating_point:
             # the numbers are away, and no more than their shape can be seen
             return blank_like(value.local[0][1], value.size)
         return publish(value, self._values.env)
@@ -121,12 +121,12 @@ class ShardedFusedOptimizer(FusedOptimizer):
         def check() -> list[Callable[[], None]]:
             return [fill for table in here for fill in self._fills(table, theirs)]
 
-        fills = check()
+        fills, away = check(), any(map(self._shards.is_away, self._values.tables))
 
         def fill() -> None:
             with self._shards.whole(keep=True):
                 # tables that were away are others now
-                for fill in check() if self._shards.fully_sharded else fills:
+                for fill in check() if away else fills:
                     fill()
 
         return fill

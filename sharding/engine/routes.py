@@ -361,7 +361,10 @@ def _group_key(placement: _Placed, pooled: bool) -> tuple[object, ...]:
     width = placement.shard.cols[1] - placement.shard.cols[0] if rows else None
     scaled = placement.kind == ROWS and pooled and placement.table.mean
     apart = placement.table.name if placement.table.options.row_state == "table" else None
-    return placement.kind, placement.table.dtype, placement.table.optimizer, width, scaled, apart
+    # one policy says which rows of a store go first
+    tier = placement.table.options.tier
+    store = None if tier is None else (tier.policy, tier.half_life)
+    return placement.kind, placement.table.dtype, placement.table.optimizer, width, scaled, apart, store
 
 
 def is_even(borders: Sequence[int]) -> bool:

@@ -6,14 +6,16 @@ Letters as in routes.py.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.embeddings import NoFreeSlots, TableGroup
 from shardwise.embeddings.tables.row_sums import add_powers, power_of, sum_rows
+from shardwise.embeddings.tiers import CachedRows
 
 from ...planner.layout import Span
 from ..comms.exchange import Exchange
@@ -86,13 +88,34 @@ class LocalShards:
         for g in self._asked[step.update]:
             group, (ids, offsets, _) = self.tables.groups[g], self._inputs(step, g)
             try:
-                step.leases[g] = group.store.resolve(ids, offsets, group.step)
+                step.leases[g] = self._resolve(step, g, group, ids, offsets)
             except NoFreeSlots:
                 # rows of the batch before hold them: the lookup asks again, after its update
-                self.release(step)
+                self.release(step, changed=False)
                 step.leases = {}
                 return False
         return True
+
+    def announce(self, step: Step) -> None:
+        """Tell the stores of a batch whose ids are here, and which will be looked up after those announced before."""
+        for g in self._asked[step.update]:
+            group = self.tables.groups[g]
+            if group.lookahead is not None and g not in step.announced:
+                ids, offsets, _ = self._inputs(step, g)
+                step.announced[g] = group.lookahead.announce(ids, offsets)
+
+    def withdraw(self, step: Step) -> None:
+        """Tell the stores that a batch that was announced will not be looked up."""
+        announced, step.announced = step.announced, {}
+        for g, of_group in announced.items():
+            store = self.tables.groups[g].lookahead
+            assert store is not None
+            store.withdraw(of_group)
+
+    def _resolve(self, step: Step, g: int, group: TableGroup, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Any]:
+        if group.lookahead is None:
+            return group.store.resolve(ids, offsets, group.step)
+        return group.lookahead.resolve(ids, offsets, group.step, step.announced.get(g))
 
     def look_up(self, step: Step) -> dict[int, Tensor]:
         """The rows that were asked for, by group: sums [samples, columns], or [n, width] where rows travel."""
@@ -108,13 +131,15 @@ class LocalShards:
         prefetched, step.leases = step.leases, {}
         for g in self._asked[step.update]:
             group, part, (ids, offsets, factors) = groups[g], self.parts[g], self._inputs(step, g)
-            slots, lease = prefetched.get(g) or group.store.resolve(ids, offsets, group.step)
+            slots, lease = prefetched.get(g) or self._resolve(step, g, group, ids, offsets)
+            if group.lookahead is not None:
+                group.lookahead.ready(lease)
             if not part.is_replica:
                 rows[g] = group.look_up(slots, offsets, factors, "sequence" if part.kind == ROWS else group.pooling)
             if holds:
                 step.leases[g] = slots, lease
             else:
-                group.store.release(lease)
+                group.release_unchanged(lease)
         return rows
 
     def look_up_replicated(self, step: Step, *, dense: bool) -> dict[int, Tensor]:
@@ -138,10 +163,10 @@ class LocalShards:
         of_weights = []
         for group, part, batch in zip(self.tables.replicas, self.routes.replicas, step.replicated, strict=False):
             grad = torch.cat([gradients[slot.lookup] for slot in part.slots], dim=1)
-            slots, lease = group.store.resolve(batch.ids, batch.offsets, group.step)
+            slots, lease = group.resolve(batch.ids, batch.offsets)
             # a gradient is cut as it is after the division, here too
             of_weights.append(group.weight_gradient(grad / divisor, slots, batch.offsets) * divisor)
-            group.store.release(lease)
+            group.release_unchanged(lease)
         return of_weights
 
     def _inputs(self, step: Step, g: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -174,7 +199,8 @@ class LocalShards:
         waits, clips = self.tables.accumulation.waits, step.inverse is None
         of_weights: list[Tensor] = []
         together: list[Touched] = []
-        for g, (slots, _) in step.leases.items():
+        for g, (slots, lease) in step.leases.items():
+            self.tables.groups[g].require_held(lease)
             group, part, grad, (ids, offsets, factors) = (
                 self.tables.groups[g], self.parts[g], gradients[g], self._inputs(step, g)
             )  # fmt: skip
@@ -203,7 +229,7 @@ class LocalShards:
             self.tables.accumulation.begin()
         elif step.trains and self._whole.blocks:
             self._whole.update(together, self._exchange, self.tables.device)
-        self.release(step)
+        self.release(step, changed=step.trains)
         return of_weights
 
     @torch.no_grad()
@@ -232,18 +258,38 @@ class LocalShards:
         # each rank adds the numbers of all in one order
         return add_powers(self._exchange.numbers(power.repeat(self._exchange.world_size)).wait(), norm_type)
 
+    def is_away(self, table: str) -> bool:
+        """Whether rows of a table are here only inside of `whole`."""
+        return any(group.is_away for shard, group, _ in self.tables.homes if shard.table == table)
+
     def whole(self, *, keep: bool = False) -> AbstractContextManager[None]:
         """A block in which all rows and states of this rank are here; with `keep` what they are at its end is kept.
 
-        Here they always are. Where replicas share them (`FullyShardedShards`) the replicas enter and leave together.
+        Tables whose rows lie below their device (`Tier`) take the memory of all of them meanwhile. Where replicas share
+        tables (`FullyShardedShards`) the replicas enter and leave together.
         """
-        return nullcontext()
+        stores = [group.store for group in self.tables.all_groups() if isinstance(group.store, CachedRows)]
+        return self._whole_stores(stores, keep) if stores else nullcontext()
+
+    @contextmanager
+    def _whole_stores(self, stores: Sequence[CachedRows], keep: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            for store in stores:
+                stack.enter_context(store.whole(keep=keep))
+            # before the stores lay their slots out again
+            stack.callback(self.tables._place_parameters)
+            self.tables._place_parameters()
+            yield
 
     def averaged_groups(self) -> list[TableGroup]:
         """The groups that `DMPCollection.sync` averages over replicas."""
         return self.tables.groups
 
-    def release(self, step: Step) -> None:
-        """Let the slots of a step go, after its update or where that is left out."""
+    def release(self, step: Step, *, changed: bool) -> None:
+        """Let the slots of a step go, after its update or, not `changed`, where none came."""
         for g, (_, lease) in step.leases.items():
-            self.tables.groups[g].release(lease)
+            group = self.tables.groups[g]
+            if changed:
+                group.release(lease)
+            else:
+                group.release_unchanged(lease)

@@ -98,14 +98,14 @@ class States:
         table = self.tables[name]
         pieces = tuple(Piece(shard.rank, (shard.rows, shard.cols)) for shard in self.shards[name])
         local = tuple(
-            (Piece(shard.rank, (shard.rows, shard.cols)), group.view(number))
+            (Piece(shard.rank, (shard.rows, shard.cols)), group.shown(number))
             for shard, group, number in self.homes(name)
         )
         return Value((table.rows, table.dim), pieces, local, table.dtype, self._tables.device, self.is_replicated(name))
 
     def states(self, name: str) -> dict[str, Value]:
         """A table's optimizer states by TorchRec's names; none of a table without rows on this rank."""
-        of_shards = [group.state_views(number) for _, group, number in self.homes(name)]
+        of_shards = [group.shown_states(number) for _, group, number in self.homes(name)]
         keys = of_shards[0] if of_shards else ()
         return {key: self._state(name, key, [views[key] for views in of_shards]) for key in keys}
 
@@ -262,9 +262,11 @@ def publish_weights(collection: ShardedCollection, destination: dict[str, Any], 
     Live views, but copies where replicas keep parts of the tables, whose memory goes again.
     """
     take_over(collection)
-    states, apart = collection.states, collection.shards.fully_sharded
+    states = collection.states
+    away = {name for name in states.tables if collection.shards.is_away(name)}
     with collection.shards.whole():
         for name in states.tables:
+            apart = name in away
             key = f"{prefix}{collection.parameter_name(name)}"
             if key in destination and (apart or not states.is_replicated(name)):
                 weight = states.weight(name)

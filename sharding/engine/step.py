@@ -93,6 +93,9 @@ class Step:
     # rows of this rank's ids in tables with an id map, on their way back, where they are wanted
     mapped: Pending | None = None
 
+    # by group what its store was told of the batch ahead
+    announced: dict[int, Any] = field(default_factory=dict)
+
     # LOOKED_UP, or prefetched: by group the slots of its ids, and what holds them there until the update
     leases: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
     # whether the backward trains tables: not one of a module in eval()

@@ -24,6 +24,7 @@ from shardwise.embeddings import (
 )
 from shardwise.embeddings.optim.optimizers import mark_optimizer, optimizer_of, optimizer_spec
 from shardwise.embeddings.tables.row_sums import Accumulation
+from shardwise.embeddings.tiers import CachedRows
 from shardwise.kernels import numba_loops, rule_named
 
 from ...planner.layout import Shard, TableOptions
@@ -31,6 +32,7 @@ from ..comms.agreement import MAY_DIFFER
 from ..comms.exchange import Exchange
 from .routes import Group, Routes, Serving, Table
 from .settings import dtype_named
+from .tiers import broadcast_below, cached_rows, fill_below, slots_of
 
 # an optimizer class and its keyword arguments
 Mark: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, Any]]
@@ -113,7 +115,7 @@ class LocalTables:
         # rows travel as fp32; what arrives is cast. Gradients that must raise do so on all ranks, before they travel
         check = GradientCheckMode.IGNORE if policy.gradient_check is GradientCheckMode.RAISE else policy.gradient_check
         self._policy = replace(policy, output_dtype=torch.float32, gradient_check=check)
-        self._routes, self._stores = routes, stores
+        self._routes, self._stores, self._rank = routes, stores, rank
         whole = {shard.table for group in routes.dense for shard in group.shards}
         self._by_gradient = [t.name for t in routes.tables if t.name in whole or t in routes.dense_cuts]
         serving = routes.serving[rank]
@@ -140,13 +142,16 @@ class LocalTables:
             group.accumulation = accumulation
 
     def _table_group(self, group: Group, serving: Serving | None, device: torch.device) -> TableGroup:
-        first = next(table for table in self._routes.tables if table.name == group.shards[0].table)
+        by_name = {table.name: table for table in self._routes.tables}
+        tables = [by_name[shard.table] for shard in group.shards]
+        first = tables[0]
         shapes = [
             TableShape(
                 shard.table, shard.rows[1] - shard.rows[0], shard.cols[1] - shard.cols[0],
+                None if table.options.tier is None else slots_of(table.options.tier, shard, table)[0],
                 begin=(shard.rows[0], shard.cols[0]),
             )
-            for shard in group.shards
+            for table, shard in zip(tables, group.shards, strict=True)
         ]  # fmt: skip
         lookups = [
             LookupFeature(
@@ -159,6 +164,8 @@ class LocalTables:
             for slot in group.slots
         ]
         store = None if self._stores is None else self._stores(shapes)
+        if first.options.tier is not None:
+            store = cached_rows(tables, group.shards, shapes, self._rank, device)
         return TableGroup(
             shapes, lookups, dtype=first.dtype, device=device, optimizer=first.optimizer, policy=self._policy,
             store=store,
@@ -180,18 +187,28 @@ class LocalTables:
             for config, weight in zip(module._configs, module._own_parameters(), strict=True)
         }
         self.parameters = {name: nn.Parameter(self._empty, weight.requires_grad) for name, (_, weight) in given.items()}
+        for group in self.all_groups():
+            if isinstance(group.store, CachedRows):
+                group.store.attach(group)
         for shard, group, number in self.homes:
-            view, (config, weight) = group.view(number), given[shard.table]
+            config, weight = given[shard.table]
+            if isinstance(group.store, CachedRows):
+                fill_below(group.store, number, weight, shard, config.init_fn)
+                continue
+            view = group.view(number)
             if not weight.is_meta:
                 view.copy_(weight[slice(*shard.rows), slice(*shard.cols)])
             elif config.init_fn is not None and view.numel() and not view.is_meta:
                 config.init_fn(view)
         self._place_parameters()
         for shard, group, number in self.homes:
-            if shard.replica and not group.flat.is_meta:
+            if shard.replica and isinstance(group.store, CachedRows):
+                broadcast_below(group.store, number, exchange)
+            elif shard.replica and not group.flat.is_meta:
                 exchange.broadcast(group.view(number))
         for group in self.all_groups():
-            group.store.attach(group)
+            if not isinstance(group.store, CachedRows):
+                group.store.attach(group)
         for table, mark in zip(self._routes.tables, marks, strict=True):
             if mark is not None:
                 mark_optimizer(self.parameters[table.name], *mark)
@@ -252,7 +269,7 @@ class LocalTables:
         """
         views: dict[str, list[Tensor]] = {}
         for shard, group, number in self.homes:
-            views.setdefault(shard.table, []).append(group.view(number))
+            views.setdefault(shard.table, []).append(group.shown(number))
         return {name: _stacked(name, of_table) for name, of_table in views.items()}
 
     def take_parameters(self, other: LocalTables) -> None:

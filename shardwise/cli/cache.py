@@ -21,7 +21,6 @@ from .cache_runs import (
 )
 from .output import (
     Finite,
-    Wrong,
     json_option,
     load_torch,
     one_line,
@@ -62,9 +61,14 @@ def add_cache(commands: click.Group) -> None:
     @cache.command()
     @click.argument("path", metavar="TRACE", type=target)
     @click.option(
-        "--loader", required=True, metavar="MODULE:FUNCTION", help="A function that gives batches; FILE.py:FUNCTION too."
+        "--loader",
+        required=True,
+        metavar="MODULE:FUNCTION",
+        help="A function that gives batches; FILE.py:FUNCTION too.",
     )
-    @click.option("--model", metavar="MODULE:FACTORY", help="A function that makes the model whose tables they are for.")
+    @click.option(
+        "--model", metavar="MODULE:FACTORY", help="A function that makes the model whose tables they are for."
+    )
     @click.option("--plan", "plan_path", type=file, help="Or the plan of them, as `plan --out` writes it.")
     @click.option("--tables", type=file, help="Or a file of them, as `plan` reads it.")
     @click.option("--optimizer", help="Of tables that do not say theirs, for the bytes of a row; 'none'.")

@@ -72,7 +72,9 @@ def batches_of(loader: str) -> Iterable[Any]:
         except (Exception, SystemExit) as error:
             raise failed(loader, error, "--loader") from error
     if not hasattr(given, "__iter__"):
-        raise ValueError(f"--loader {loader} returned {type(given).__name__}: it must return batches, one after another")
+        raise ValueError(
+            f"--loader {loader} returned {type(given).__name__}: it must return batches, one after another"
+        )
     return given  # type: ignore[no-any-return]
 
 
@@ -362,9 +364,25 @@ def estimate(
         time = links.prefetch_ms(max(misses, saves), wanted, record)
         runs.append(
             CacheRun(
-                table.name, 0, rows, table.embedding_dim, (0,), record, slots, 0, round(wanted),
-                round(wanted) - round(misses), round(misses), 0, round(saves), 0, round((misses + saves) * record),
-                (time, time), None, None, HitCurve(sizes, estimate=[curve.hit_rate_at(s) for s in sizes]),
+                table.name,
+                0,
+                rows,
+                table.embedding_dim,
+                (0,),
+                record,
+                slots,
+                0,
+                round(wanted),
+                round(wanted) - round(misses),
+                round(misses),
+                0,
+                round(saves),
+                0,
+                round((misses + saves) * record),
+                (time, time),
+                None,
+                None,
+                HitCurve(sizes, estimate=[curve.hit_rate_at(s) for s in sizes]),
             )  # fmt: skip
         )
     total = sum(run.prefetch_ms[0] for run in runs)
@@ -391,7 +409,7 @@ def slots_from(texts: Sequence[str]) -> dict[str, int | float]:
             value: int | float = float(amount[:-1]) / 100 if amount.endswith("%") else _rows(amount)
         except ValueError:
             value = 0
-        if not 0 < value or (isinstance(value, float) and value > 1):
+        if not value > 0 or (isinstance(value, float) and value > 1):
             raise ValueError(f"--slots {text}: write 10% (of the rows), 0.1 or 20000, or TABLE=10% for one table")
         found[name or "*"] = value
     return found

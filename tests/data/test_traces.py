@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from shardwise.data import Clicks, LookedUp, Trace, TracedTable, TraceWriter, record_trace
-from shardwise.data import traces as format_of_traces
+from shardwise.data import Clicks, LookedUp, Trace, TracedTable, TraceWriter, record_trace, traces as format_of_traces
 
 TABLES = (TracedTable("user", 50, 8, "FP32", 64), TracedTable("item", 2**33, 16, "BF16", 128), TracedTable("k", 1, 4))
 
@@ -164,9 +163,7 @@ def test_other_suffixes_and_no_tables_are_refused(tmp_path: Path) -> None:
 
 
 def model() -> nn.Module:
-    config = EmbeddingBagConfig(
-        name="t", num_embeddings=100, embedding_dim=8, feature_names=["a", "b"]
-    )
+    config = EmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=8, feature_names=["a", "b"])
     return nn.Sequential(EmbeddingBagCollection(tables=[config]))
 
 

@@ -50,6 +50,9 @@ JAGGED = {
         "dequantize_rows", "quantize_rows", "quantized_pooled_lookup", "quantized_sequence_lookup",
     },
     "segments": {"complete_cumsum", "invert_permute", "offsets_range", "segment_spread", "segment_sum"},
+    "initial_rows": {"initial_rows"},
+    "lowest": {"lowest"},
+    "move_rows": {"move_rows"},
     "permute": {"collect_segments", "expand_into_jagged_permute", "move_segments"},
     "served_ops": {
         "bound_ids", "float_to_bfloat16", "fp8_part_ends", "from_float8", "from_fp8_parts", "from_fused_rows",

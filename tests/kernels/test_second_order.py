@@ -69,10 +69,10 @@ OPS = torch.ops.shardwise
 WITHOUT = {
     "bound_ids", "check_gradient", "check_ids", "complete_cumsum", "dequantize_rows", "expand_into_jagged_permute",
     "float_to_bfloat16", "fp8_part_ends", "from_float8", "from_fp8_parts", "from_fused_rows", "from_fused_tables",
-    "fused_update", "hashed_rows", "histogram_binning", "identity_slots", "inside_pieces", "invert_permute",
-    "jagged_unique", "masked_counts", "murmur_hash", "offsets_range", "quantize_rows", "quantized_pooled_lookup",
-    "quantized_sequence_lookup", "remapped_rows", "reorder_request_lengths", "share_exponents", "take_masked",
-    "to_float8", "to_fp8_parts", "to_fused_rows", "unique_ids", "update_index",
+    "fused_update", "hashed_rows", "histogram_binning", "identity_slots", "initial_rows", "inside_pieces",
+    "invert_permute", "jagged_unique", "lowest", "masked_counts", "move_rows", "murmur_hash", "offsets_range",
+    "quantize_rows", "quantized_pooled_lookup", "quantized_sequence_lookup", "remapped_rows", "reorder_request_lengths",
+    "share_exponents", "take_masked", "to_float8", "to_fp8_parts", "to_fused_rows", "unique_ids", "update_index",
 }  # fmt: skip
 
 # autograd's own Functions -> where their second derivative is looked at

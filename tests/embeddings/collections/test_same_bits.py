@@ -270,12 +270,12 @@ def test_an_a_b_turns_it_on_and_off() -> None:
     model = trained(bags(LookupPolicy(), where))
     (group,) = model._groups
     slots, offsets = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 1, 2, 3])
-    frozen = (False, False)
+    frozen, segments = (False, False), group._segment_numbers
     arguments: tuple[Any, ...] = (group, slots, offsets, None, None)
     assert lookup_autograd.index_ahead(*arguments, pooling="mean", frozen=frozen) is None
     with configs.variant({"index.in_forward": True}):
         ahead = lookup_autograd.index_ahead(*arguments, pooling="mean", frozen=frozen)
-    assert ahead is not None and ahead.tensors(frozen) and ahead.tensors((True, False)) is None
+    assert ahead is not None and ahead.tensors(frozen, segments) and ahead.tensors((True, False), segments) is None
 
 
 class Stream:

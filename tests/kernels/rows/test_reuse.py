@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from shardwise.kernels import _op, numba_loops
-from shardwise.kernels.rows import ReuseStack
+from shardwise.kernels import ReuseStack, _op, numba_loops
 
 
 @pytest.fixture(params=["numba", "torch"])

@@ -1,0 +1,440 @@
+"""Tables of which some rows are on the device and all others below it: the store of a `TableGroup` with slots.
+
+A row and its optimizer states move together, as one record, and bits move as they are: lookups and updates give the
+bits of tables that lie on the device as a whole. Which rows are where is `Residency`'s to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.features import FIRST_ROW, ROWS
+from shardwise.kernels import move_rows
+
+from .backing import Backing, HostRecords
+from .policies import Policy, lru
+from .records import RecordLayout
+from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots
+
+if TYPE_CHECKING:
+    from ..tables.table_group import TableGroup
+
+# rows that are copied at once where all of a table are
+_CHUNK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What a cached table is made of.
+
+    Args:
+        slots: rows on the device at first.
+        max_slots: up to so many they grow where a batch needs more.
+        below: (rows, bytes of a record) -> where its records lie.
+        fresh: rows [n] of the table -> their initial values [n, dim], where rows are made when they are first needed;
+            otherwise all rows are given (`CachedRows.write`).
+    """
+
+    slots: int
+    max_slots: int
+    below: Callable[[int, int], Backing]
+    fresh: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass
+class CacheCounts:
+    """What a cached table did so far, in rows."""
+
+    wanted: int = 0
+    hits: int = 0
+    fresh: int = 0
+    saves: int = 0
+    batches: int = 0
+    grown: int = 0
+    # prefetches that had no room
+    stalls: int = 0
+    record_bytes: int = 0
+
+    @property
+    def misses(self) -> int:
+        """Rows that had no slot when they were wanted, fresh ones among them."""
+        return self.wanted - self.hits
+
+    @property
+    def loads(self) -> int:
+        """Rows that came from below."""
+        return self.misses - self.fresh
+
+    @property
+    def hit_rate(self) -> float:
+        """Wanted rows that had a slot, of all; 1 where none were wanted."""
+        return self.hits / self.wanted if self.wanted else 1.0
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that came from below and went there."""
+        return (self.loads + self.saves) * self.record_bytes
+
+
+@dataclass(eq=False)
+class CacheLease:
+    """What holds the rows of a batch, and loads of it that are not in their slots yet."""
+
+    rows: Lease
+    loads: list[_Load] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Load:
+    """Records of one table on their way into slots [n], counted over all tables."""
+
+    table: int
+    records: Tensor
+    slots: Tensor
+
+
+class CachedRows:
+    """A `RowStore` that brings rows to slots and back. Needs a group whose tables have `slots`.
+
+    Args:
+        specs: one a table, in the order of the group's tables.
+        policy: which rows go first, as `Residency`.
+    """
+
+    def __init__(self, specs: Sequence[CacheSpec], policy: Policy = lru) -> None:
+        self.specs, self.policy = list(specs), policy
+        self.counts = [CacheCounts() for _ in specs]
+        self.group: TableGroup | None = None
+
+    def attach(self, group: TableGroup) -> None:
+        """As `RowStore.attach`."""
+        self.group = group
+        if any(shape.slots is None for shape in group.tables):
+            raise ValueError("CachedRows: a table without slots has no cache")
+        self.residency = Residency(self._spans(), self.policy, group.device)
+        self.layouts = [RecordLayout.of(self._parts(t)) for t in range(len(group.tables))]
+        self.below = [
+            # a shard may have no rows, of which nothing lies anywhere
+            spec.below(shape.rows, layout.bytes) if shape.rows else HostRecords(1, layout.bytes)
+            for spec, shape, layout in zip(self.specs, group.tables, self.layouts, strict=True)
+        ]
+        for counts, layout in zip(self.counts, self.layouts, strict=True):
+            counts.record_bytes = layout.bytes
+
+    def _spans(self) -> list[Span]:
+        group = self.group
+        assert group is not None
+        return [
+            Span(shape.name, group.first_ids[t], shape.rows, group.first_rows[t], shape.resident)
+            for t, shape in enumerate(group.tables)
+        ]
+
+    def _parts(self, table: int) -> list[Tensor]:
+        """What the slots of a table have, in the order of a record."""
+        assert self.group is not None
+        states = [view for name, view in self.group.state_views(table).items() if name != "step"]
+        return [self.group.view(table).detach(), *states]
+
+    # ---- batches
+
+    def rows_of(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """The rows [N] of ids, counted over all tables; -1 of what lies in no table."""
+        assert self.group is not None
+        features = self.group.check.features
+        samples = (offsets.shape[0] - 1) // max(features.shape[0], 1)
+        ends = offsets[samples::samples].contiguous() if samples else offsets[:0]
+        feature = torch.bucketize(torch.arange(ids.shape[0], device=ids.device), ends, right=True)
+        used = feature < features.shape[0]
+        feature = feature.clamp(max=max(features.shape[0] - 1, 0))
+        ids = ids.long()
+        inside = used & (ids >= 0) & (ids < features[feature, ROWS])
+        return torch.where(inside, ids + features[feature, FIRST_ROW], -1)
+
+    def announce(self, ids: Tensor, offsets: Tensor) -> Announced:
+        """As `LookaheadStore.announce`."""
+        return self.residency.announce(self._distinct(self.rows_of(ids, offsets)))
+
+    def withdraw(self, announced: Announced) -> None:
+        """As `LookaheadStore.withdraw`."""
+        self.residency.withdraw(announced)
+
+    def _distinct(self, rows: Tensor) -> Tensor:
+        distinct: Tensor = torch.unique(rows[rows >= 0])
+        return distinct
+
+    @torch.no_grad()
+    def resolve(
+        self, ids: Tensor, offsets: Tensor, step: Tensor, announced: Announced | None = None
+    ) -> tuple[Tensor, CacheLease]:
+        """As `RowStore.resolve`; the rows are in their slots once `ready` was called.
+
+        Raises:
+            NoFreeSlots: leases hold too many slots.
+            ValueError: the batch alone wants more rows of a table than it may have slots.
+        """
+        rows = self.rows_of(ids, offsets)
+        distinct = self._distinct(rows) if announced is None or not announced.is_pending else announced.rows
+        try:
+            lease = self.residency.want(distinct, announced)
+        except TooFewSlots as error:
+            self._grow(error.needed)
+            lease = self.residency.want(distinct, announced)
+        held = CacheLease(lease, self._move(lease.moves))
+        self._count(distinct, lease.moves)
+        features = self._first_slots()
+        slots = self.residency.slot_of[rows.clamp(min=0)].long() if rows.numel() else rows
+        table = torch.bucketize(slots, features[1:], right=True)
+        return torch.where(rows >= 0, slots - features[table], -1), held
+
+    def _first_slots(self) -> Tensor:
+        return self.residency._slot_borders[:-1]
+
+    def _grow(self, needed: dict[int, int]) -> None:
+        """Give tables the slots that they need.
+
+        Raises:
+            NoFreeSlots, ValueError: they may not have so many; nothing has changed.
+        """
+        from ..tables.table_group import NoFreeSlots
+
+        group = self.group
+        assert group is not None
+        for t, slots in needed.items():
+            shape, most = group.tables[t], self.specs[t].max_slots
+            if slots <= most:
+                continue
+            if self.residency.leases:
+                self.counts[t].stalls += 1
+                raise NoFreeSlots(f"table {shape.name!r}: {slots} slots are needed beside those of batches under way")
+            gib = slots * self.layouts[t].bytes / 2**30
+            raise ValueError(
+                f"table {shape.name!r}: a batch wants {slots} distinct rows and the table may have {most} of its"
+                f" {shape.rows} rows on the device: Tier(max_slots={slots}), {gib:.3g} GiB, would do, or smaller"
+                " batches"
+            )
+        # half as many again, so that it does not happen every batch
+        grown = {
+            t: min(max(slots, group.tables[t].resident * 3 // 2), self.specs[t].max_slots)
+            for t, slots in needed.items()
+        }
+        group.resize([grown.get(t, shape.resident) for t, shape in enumerate(group.tables)])
+        self.residency.grow(grown)
+        for t in grown:
+            self.counts[t].grown += 1
+
+    def _move(self, moves: Moves) -> list[_Load]:
+        """Have rows leave and come; loads from where slots cannot be filled at once."""
+        loads = []
+        for t, part in self._by_table(moves):
+            span, parts, below = self.residency.tables[t], self._parts(t), self.below[t]
+            slots = part.slots - span.first_slot
+            saves = torch.where(part.saves >= 0, part.saves - span.first_row, -1)
+            from_below = torch.where(part.fresh, -1, part.loads - span.first_row)
+            records: Tensor | None = getattr(below, "records", None)
+            if records is not None:
+                move_rows(parts, records, slots, saves, from_below)
+            else:
+                leaving, coming = (saves >= 0).nonzero().squeeze(1), (from_below >= 0).nonzero().squeeze(1)
+                if leaving.numel():
+                    rows, order = saves[leaving].cpu().sort()
+                    out = self.layouts[t].empty(leaving.numel())
+                    places = torch.arange(leaving.numel(), device=slots.device)
+                    move_rows(parts, out, slots[leaving][order], places, torch.full_like(places, -1))
+                    below.write(rows, out)
+                if coming.numel():
+                    records = self.layouts[t].empty(coming.numel())
+                    below.read(from_below[coming].cpu(), records)
+                    loads.append(_Load(t, records, part.slots[coming]))
+            self._make_fresh(t, parts, slots[part.fresh], (part.loads - span.first_row)[part.fresh])
+        return loads
+
+    def _make_fresh(self, table: int, parts: Sequence[Tensor], slots: Tensor, rows: Tensor) -> None:
+        fresh = self.specs[table].fresh
+        if not slots.numel():
+            return
+        assert fresh is not None, "rows without a record have initial values"
+        assert self.group is not None
+        values = fresh(rows)
+        parts[0][slots] = values.to(parts[0])
+        for part, start in zip(parts[1:], self.group.starts(), strict=True):
+            part[slots] = start
+
+    def _by_table(self, moves: Moves) -> Iterator[tuple[int, Moves]]:
+        """The moves of each table that has some."""
+        if not moves.loads.numel():
+            return
+        # host sync on CUDA: where those of each table begin
+        ends = torch.searchsorted(moves.loads, self.residency._row_borders).tolist()
+        for t, begin, end in zip(self.residency._order, ends, ends[1:], strict=False):
+            if begin < end:
+                yield t, Moves(*(part[begin:end] for part in moves))
+
+    def _count(self, distinct: Tensor, moves: Moves) -> None:
+        wanted = torch.searchsorted(distinct, self.residency._row_borders).diff().tolist()
+        for t, count in zip(self.residency._order, wanted, strict=True):
+            self.counts[t].batches += 1
+            self.counts[t].wanted += count
+            self.counts[t].hits += count
+        for t, part in self._by_table(moves):
+            self.counts[t].hits -= part.loads.numel()
+            self.counts[t].fresh += int(part.fresh.sum())
+            self.counts[t].saves += int((part.saves >= 0).sum())
+
+    def ready(self, lease: CacheLease) -> None:
+        """As `LookaheadStore.ready`."""
+        loads, lease.loads = lease.loads, []
+        for load in loads:
+            places = torch.arange(load.slots.shape[0], device=load.slots.device)
+            slots = load.slots - self.residency.tables[load.table].first_slot
+            move_rows(self._parts(load.table), load.records, slots, torch.full_like(places, -1), places)
+
+    def holds(self, lease: CacheLease) -> bool:
+        """As `LookaheadStore.holds`."""
+        return lease.rows in self.residency.leases
+
+    def release(self, lease: CacheLease) -> None:
+        """As `RowStore.release`."""
+        self.ready(lease)
+        self.residency.release(lease.rows, changed=True)
+
+    def release_unchanged(self, lease: CacheLease) -> None:
+        """As `LookaheadStore.release_unchanged`."""
+        self.ready(lease)
+        self.residency.release(lease.rows, changed=False)
+
+    # ---- whole tables
+
+    def initial_states(self, table: int) -> list[Tensor]:
+        """What the optimizer states of a row begin with: [1, dim] or [1] each."""
+        assert self.group is not None
+        states = self._parts(table)[1:]
+        return [
+            state.new_full((1, *state.shape[1:]), start)
+            for start, state in zip(self.group.starts(), states, strict=True)
+        ]
+
+    def chunks(self, table: int) -> Iterator[tuple[int, int]]:
+        """Row ranges [begin, end) that cover a table, each of bounded memory."""
+        assert self.group is not None
+        rows, step = self.group.tables[table].rows, max(1, _CHUNK_BYTES // self.layouts[table].bytes)
+        for begin in range(0, rows, step):
+            yield begin, min(begin + step, rows)
+
+    @torch.no_grad()
+    def read(self, table: int, begin: int, end: int, slots: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Rows [begin, end) of a table as they are now, on the host: [n, dim], then the states [n, dim] or [n].
+
+        `slots` are what the slots of the table have, where they do not lie in the group now.
+        """
+        span, layout = self.residency.tables[table], self.layouts[table]
+        where = self.residency.slot_of[span.first_row + begin : span.first_row + end].long()
+        records = layout.empty(end - begin)
+        stored = (where == -1).nonzero().squeeze(1).cpu()
+        if stored.numel():
+            self._read_below(table, stored + begin, stored, records)
+        fresh = (where == -2).nonzero().squeeze(1)
+        if fresh.numel():
+            self._make_fresh(table, layout.views(records), fresh.cpu(), fresh + begin)
+        here = (where >= 0).nonzero().squeeze(1)
+        if here.numel():
+            nothing = torch.full_like(here, -1)
+            move_rows(slots or self._parts(table), records, where[here] - span.first_slot, here, nothing)
+        return layout.views(records)
+
+    def _read_below(self, table: int, rows: Tensor, places: Tensor, records: Tensor) -> None:
+        below = self.below[table]
+        held: Tensor | None = getattr(below, "records", None)
+        if held is not None:
+            records[places] = held[rows]
+        elif places.numel() == records.shape[0]:
+            below.read(rows, records)
+        else:
+            part = self.layouts[table].empty(rows.numel())
+            below.read(rows, part)
+            records[places] = part
+
+    @torch.no_grad()
+    def write(
+        self, table: int, begin: int, parts: Sequence[Tensor | None], slots: Sequence[Tensor] | None = None
+    ) -> None:
+        """Replace rows from `begin` on: weights [n, dim] and states, in the order of `read`; None stays.
+
+        `slots` as there.
+        """
+        count = next(part.shape[0] for part in parts if part is not None)
+        rows = torch.arange(begin, begin + count)
+        self.write_rows(table, rows, parts, slots)
+
+    @torch.no_grad()
+    def write_rows(
+        self, table: int, rows: Tensor, parts: Sequence[Tensor | None], slots: Sequence[Tensor] | None = None
+    ) -> None:
+        """Replace distinct rows [n] of a table, ascending, on the device and below. Other arguments as `write`."""
+        span, layout, below = self.residency.tables[table], self.layouts[table], self.below[table]
+        rows = rows.to(self.residency.device)
+        where = self.residency.slot_of[span.first_row + rows].long()
+        here = (where >= 0).nonzero().squeeze(1)
+        for own, given in zip(slots or self._parts(table), parts, strict=True):
+            if given is not None and here.numel():
+                own[where[here] - span.first_slot] = given[here.to(given.device)].to(own)
+        self.residency.dirty[where[here]] = True
+        away = (where < 0).nonzero().squeeze(1)
+        if not away.numel():
+            return
+        records = layout.empty(away.numel())
+        views, absent = layout.views(records), rows[away].cpu()
+        fresh = (where[away] == -2).cpu()
+        if any(part is None for part in parts):
+            if bool((~fresh).any()):
+                self._read_below(table, absent[~fresh], (~fresh).nonzero().squeeze(1), records)
+            self._make_fresh(table, views, fresh.nonzero().squeeze(1), absent[fresh])
+        for view, given in zip(views, parts, strict=True):
+            if given is not None:
+                view.copy_(given[away.to(given.device)])
+        held: Tensor | None = getattr(below, "records", None)
+        if held is not None:
+            held[absent] = records
+        else:
+            below.write(absent, records)
+        self.residency.slot_of[span.first_row + rows[away]] = -1
+
+    @contextmanager
+    def whole(self, *, keep: bool = False) -> Iterator[None]:
+        """A block in which all rows of the group lie in its buffer, by their numbers; with `keep` changes stay.
+
+        Takes the memory of all of them.
+        """
+        group = self.group
+        assert group is not None
+        if not group.is_away:
+            # inside of another block
+            yield
+            return
+        count, shapes, memory = len(group.tables), group.tables, (group.flat, group.states)
+        slots = [self._parts(t) for t in range(count)]
+        group.lay_out_anew([replace(shape, slots=None) for shape in shapes])
+        try:
+            for t in range(count):
+                rows = self._parts(t)
+                for begin, end in self.chunks(t):
+                    for target, part in zip(rows, self.read(t, begin, end, slots[t]), strict=True):
+                        target[begin:end] = part
+            yield
+            if keep:
+                for t in range(count):
+                    rows = self._parts(t)
+                    for begin, end in self.chunks(t):
+                        self.write(t, begin, [part[begin:end] for part in rows], slots[t])
+        finally:
+            group.lay_out_anew(shapes, *memory)
+
+    def close(self) -> None:
+        """Let go what lies below."""
+        for below in self.below:
+            below.close()

@@ -1,0 +1,329 @@
+"""Which rows of cached tables are on the device, which go when others come, and what is known of their next use.
+
+Decisions alone: no row is moved here, so that a simulation of a cache is the cache itself over no storage. Rows and
+slots are counted over all tables of a cache: R rows, S slots; table t has rows [first_row, first_row + rows) and slots
+[first_slot, first_slot + slots). Exact: every row may lie in every slot of its table, so there are no conflict misses.
+
+A batch wants distinct rows. Those without a slot take the slots with the lowest keys of their table that no lease
+holds. Keys: empty slots first; then rows that no announced batch needs, by the policy's score; then rows by their next
+use, the furthest first; among equals the lowest slot. With all batches announced that is Belady's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels import lowest
+
+from .policies import Policy
+
+# what `slot_of` has for rows without a slot: their record lies below, or they never left their initial values
+BELOW, FRESH = -1, -2
+# no announced batch needs the row
+_NONE = -1
+# keys of slots: 0 of an empty one, then scores, then next uses
+_SCORES = 2**30 - 2
+_NEXT_USES = 2**31 - 1
+
+
+class TooFewSlots(RuntimeError):
+    """A batch wants more rows of a table than it has slots beside those that leases hold; nothing has changed.
+
+    Attributes:
+        needed: by number of table the slots that would do, of those that have too few.
+    """
+
+    def __init__(self, needed: dict[int, int]) -> None:
+        super().__init__(f"too few slots: {needed} are needed, by number of table")
+        self.needed = needed
+
+
+@dataclass(frozen=True)
+class Span:
+    """A table of a cache: its rows and slots among those of all tables."""
+
+    name: str
+    first_row: int
+    rows: int
+    first_slot: int
+    slots: int
+
+
+class Moves(NamedTuple):
+    """What a batch moves: the row `loads` [M] into `slots` [M], after `saves` [M] left it (-1: nothing to be saved).
+
+    Rows come in ascending order; `fresh` [M] ones have no record below.
+    """
+
+    slots: Tensor
+    saves: Tensor
+    loads: Tensor
+    fresh: Tensor
+
+
+@dataclass(eq=False)
+class Announced:
+    """A batch that will come: its distinct rows [U], and where they stand among all that was announced."""
+
+    number: int
+    rows: Tensor
+    begin: int
+    is_pending: bool = True
+
+    @property
+    def end(self) -> int:
+        """Behind the last of its rows."""
+        return self.begin + self.rows.shape[0]
+
+
+@dataclass(eq=False)
+class Lease:
+    """Slots [U] that a batch holds until it is released."""
+
+    slots: Tensor
+    moves: Moves
+
+
+@dataclass
+class _Window:
+    """Batches that were announced and have not come yet, and the next use of each of their rows."""
+
+    batches: list[Announced] = field(default_factory=list)
+    announced: int = 0
+    # rows announced so far
+    entries: int = 0
+
+
+class Residency:
+    """Where the rows of some tables are.
+
+    Attributes:
+        slot_of: [R] int32, BELOW and FRESH of rows without a slot.
+        row_of: [S] int64, -1 of empty slots.
+        held: [S] int32, the leases of each slot.
+        dirty: [S] bool, whether a row is another than its record below.
+        batch: batches that came so far.
+    """
+
+    def __init__(self, tables: Sequence[Span], policy: Policy, device: torch.device | None = None) -> None:
+        self.tables, self.policy = list(tables), policy
+        self.device = torch.device("cpu") if device is None else device
+        rows = max((table.first_row + table.rows for table in tables), default=0)
+        self.slot_of = torch.full((rows,), FRESH, dtype=torch.int32, device=self.device)
+        self.batch = 0
+        # those that are held
+        self.leases: list[Lease] = []
+        self._place_slots()
+        self._window = _Window()
+        # [R] where a row stands among all that was announced, the last time; made with the first announcement
+        self._latest: Tensor | None = None
+        # next use of what stands there, as a ring
+        self._next = torch.full((1,), _NONE, dtype=torch.int32, device=self.device)
+
+    def _place_slots(self) -> None:
+        slots = max((table.first_slot + table.slots for table in self.tables), default=0)
+        by_slot = sorted(range(len(self.tables)), key=lambda t: (self.tables[t].first_slot, self.tables[t].slots))
+        by_row = sorted(range(len(self.tables)), key=lambda t: (self.tables[t].first_row, self.tables[t].rows))
+        assert by_slot == by_row, "tables lie in one order by rows and by slots"
+        # numbers of tables in the order in which they lie, and their borders
+        self._order = by_row
+        self._row_borders = torch.tensor(
+            [0, *(self.tables[t].first_row + self.tables[t].rows for t in by_row)], device=self.device
+        )
+        self._slot_borders = torch.tensor(
+            [0, *(self.tables[t].first_slot + self.tables[t].slots for t in by_row)], device=self.device
+        )
+        self.row_of = torch.full((slots,), -1, dtype=torch.int64, device=self.device)
+        self.held = torch.zeros(slots, dtype=torch.int32, device=self.device)
+        self.dirty = torch.zeros(slots, dtype=torch.bool, device=self.device)
+        # whether a slot's row has a record below
+        self._stored = torch.zeros(slots, dtype=torch.bool, device=self.device)
+        self._score = torch.zeros(slots, dtype=torch.int64, device=self.device)
+        self._key = torch.zeros(slots, dtype=torch.int32, device=self.device)
+
+    # ---- batches
+
+    def announce(self, rows: Tensor) -> Announced:
+        """Say that a batch will come that wants distinct `rows` [U], ascending; batches come in this order."""
+        window = self._window
+        announced = Announced(window.announced, rows, window.entries)
+        window.announced, window.entries = window.announced + 1, announced.end
+        window.batches.append(announced)
+        if self._latest is None:
+            self._latest = torch.full_like(self.slot_of, -1, dtype=torch.int64)
+        pending = announced.end - window.batches[0].begin
+        if pending > self._next.shape[0]:
+            self._grow_ring(pending)
+        self._link(announced)
+        return announced
+
+    def _link(self, announced: Announced) -> None:
+        """Make the batch the next use of what its rows were announced for before, or of the slots where they are."""
+        assert self._latest is not None
+        rows, size = announced.rows, self._next.shape[0]
+        places = torch.arange(announced.begin, announced.end, device=self.device)
+        self._next[places % size] = _NONE
+        before = self._latest[rows]
+        waits = before >= self._window.batches[0].begin
+        self._next[before[waits] % size] = announced.number
+        slots = self.slot_of[rows[~waits]].long()
+        self._key[slots[slots >= 0]] = _NEXT_USES - announced.number
+        self._latest[rows] = places
+
+    def _grow_ring(self, pending: int) -> None:
+        old, self._next = self._next, self._next.new_full((2 * pending,), _NONE)
+        first = self._window.batches[0].begin
+        places = torch.arange(first, self._window.batches[-1].begin, device=self.device)
+        self._next[places % self._next.shape[0]] = old[places % old.shape[0]]
+
+    def withdraw(self, announced: Announced) -> None:
+        """Say that a batch that was announced will not come."""
+        if not announced.is_pending:
+            return
+        announced.is_pending = False
+        window = self._window
+        window.batches.remove(announced)
+        assert self._latest is not None
+        for rows in (announced.rows, *(batch.rows for batch in window.batches)):
+            self._latest[rows] = -1
+            slots = self.slot_of[rows].long()
+            slots = slots[slots >= 0]
+            self._key[slots] = self._key_of_scores(self._score[slots])
+        for batch in window.batches:
+            self._link(batch)
+
+    def want(self, rows: Tensor, announced: Announced | None = None) -> Lease:
+        """Give slots to the distinct `rows` [U] of a batch, ascending, and hold them.
+
+        Raises:
+            TooFewSlots: leases hold too many slots of a table.
+        """
+        slots = self.slot_of[rows].long()
+        absent = slots < 0
+        hits, missing = slots[~absent], rows[absent]
+        self.held[hits] += 1
+        try:
+            moves = self._make_room(hits, missing)
+        except TooFewSlots:
+            self.held[hits] -= 1
+            raise
+        self.held[moves.slots] += 1
+        slots[absent] = moves.slots
+        self.batch += 1
+        self._score[moves.slots] = 0
+        self._score[slots] = self.policy(self._score[slots], self.batch)
+        self._key[slots] = self._key_of_scores(self._score[slots])
+        self._expect(rows, slots, announced)
+        lease = Lease(slots, moves)
+        self.leases.append(lease)
+        return lease
+
+    def _make_room(self, hits: Tensor, missing: Tensor) -> Moves:
+        if not missing.numel():
+            nothing = missing.new_empty(0)
+            return Moves(nothing, nothing, nothing, nothing.bool())
+        # host sync on CUDA: how many rows of each table are missing
+        ends = torch.searchsorted(missing, self._row_borders)
+        counts = ends.diff()
+        picked = lowest(self._key, self.held, self._slot_borders, counts, missing.shape[0])
+        if bool((picked < 0).any()):
+            raise TooFewSlots(self._needed(hits, counts))
+        old = self.row_of[picked]
+        saves = torch.where(self.dirty[picked], old, -1)
+        leaving = old >= 0
+        stays_below = self.dirty[picked] | self._stored[picked]
+        self.slot_of[old[leaving]] = torch.where(stays_below, BELOW, FRESH).int()[leaving]
+        fresh = self.slot_of[missing] == FRESH
+        self.slot_of[missing] = picked.int()
+        self.row_of[picked] = missing
+        self._stored[picked], self.dirty[picked] = ~fresh, False
+        return Moves(picked, saves, missing, fresh)
+
+    def _needed(self, hits: Tensor, missing: Tensor) -> dict[int, int]:
+        """Slots that would do, of tables that have too few: those that are held and those of missing rows."""
+        borders = self._slot_borders.tolist()
+        needed = {}
+        for n, t in enumerate(self._order):
+            held = int((self.held[borders[n] : borders[n + 1]] > 0).sum()) + int(missing[n])
+            if held > self.tables[t].slots:
+                needed[t] = held
+        return needed
+
+    def _key_of_scores(self, scores: Tensor) -> Tensor:
+        return scores.clamp(0, _SCORES).add(1).int()
+
+    def _expect(self, rows: Tensor, slots: Tensor, announced: Announced | None) -> None:
+        """Have slots know the next use of their rows, once a batch has them."""
+        window = self._window
+        if announced is not None and announced.is_pending:
+            assert announced is window.batches[0], "batches come in the order in which they were announced"
+            announced.is_pending = False
+            window.batches.pop(0)
+            places = torch.arange(announced.begin, announced.end, device=self.device)
+            following = self._next[places % self._next.shape[0]]
+            self._key[slots] = torch.where(following >= 0, _NEXT_USES - following, self._key[slots])
+            return
+        # a batch that nobody announced, among others that were: the first of those that needs a row
+        for batch in reversed(window.batches):
+            wanted = torch.isin(rows, batch.rows)
+            self._key[slots[wanted]] = _NEXT_USES - batch.number
+
+    def release(self, lease: Lease, *, changed: bool) -> None:
+        """Let the slots of a batch go; whether their rows may have `changed`."""
+        if lease not in self.leases:
+            return
+        self.leases.remove(lease)
+        self.held[lease.slots] -= 1
+        if changed:
+            self.dirty[lease.slots] = True
+
+    # ---- what others ask
+
+    def grow(self, slots: dict[int, int]) -> None:
+        """Give tables, by number, more slots at their end; rows stay in theirs."""
+        tables = list(self.tables)
+        sizes = [slots.get(t, table.slots) for t, table in enumerate(tables)]
+        borders = self._slot_borders
+        kept = (self.row_of, self.held, self.dirty, self._stored, self._score, self._key)
+        first, grown = 0, list(tables)
+        for t in self._order:
+            grown[t] = Span(tables[t].name, tables[t].first_row, tables[t].rows, first, sizes[t])
+            first += sizes[t]
+        self.tables = grown
+        self._place_slots()
+        now = (self.row_of, self.held, self.dirty, self._stored, self._score, self._key)
+        for before, after in zip(tables, grown, strict=True):
+            for source, target in zip(kept, now, strict=True):
+                target[after.first_slot : after.first_slot + before.slots] = source[
+                    before.first_slot : before.first_slot + before.slots
+                ]
+            rows = slice(after.first_row, after.first_row + after.rows)
+            here = self.slot_of[rows]
+            self.slot_of[rows] = torch.where(here >= 0, here + (after.first_slot - before.first_slot), here)
+        shift = self._slot_borders[:-1] - borders[:-1]
+
+        def moved(at: Tensor) -> Tensor:
+            return at + shift[torch.bucketize(at, borders[1:], right=True)]
+
+        for lease in self.leases:
+            lease.slots, lease.moves = moved(lease.slots), lease.moves._replace(slots=moved(lease.moves.slots))
+
+    def resident(self, table: int) -> tuple[Tensor, Tensor]:
+        """Rows [n] of a table that have slots, ascending, and these; both counted within the table."""
+        span = self.tables[table]
+        slots = self.slot_of[span.first_row : span.first_row + span.rows]
+        rows = (slots >= 0).nonzero().squeeze(1)
+        return rows, slots[rows].long() - span.first_slot
+
+    def store_all(self, table: int) -> None:
+        """All rows of a table have records below from now on, which those with slots are equal to."""
+        span = self.tables[table]
+        rows = self.slot_of[span.first_row : span.first_row + span.rows]
+        rows[rows == FRESH] = BELOW
+        slots = slice(span.first_slot, span.first_slot + span.slots)
+        self._stored[slots], self.dirty[slots] = True, False

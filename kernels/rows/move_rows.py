@@ -1,0 +1,164 @@
+"""Rows moved between slots on the device and records elsewhere, both ways in one launch.
+
+Shapes: parts are what a row has on the device, each contiguous: weights and element states [S, w], row states [S];
+records [R, B] uint8 hold all parts of a row side by side, as `record_layout` says; slots, saves, loads [M] int64.
+Bytes moved: a row's bytes are read once and written once for each save, and for each load; 24 a move for its numbers.
+On CUDA records may be in pinned host memory: then half of each move crosses the bus, in either direction at once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import numba_loops
+from .._op import direct, in_graph, register
+
+# bytes on which parts of elements begin, and of which a record has a multiple
+_PART, _RECORD = 16, 64
+# the CPU's compiled loops; None where numba is missing or does not work
+loops = partial(numba_loops.loops, "rows_loops")
+
+
+class RecordLayout(NamedTuple):
+    """Where in a record each part of a row begins, and the bytes of a record, padding included."""
+
+    offsets: tuple[int, ...]
+    nbytes: int
+
+
+def record_layout(rows: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> RecordLayout:
+    """The record of a row whose parts have these shapes, (w,) or (), and dtypes.
+
+    Parts of elements come first, in their order, each on 16 bytes; then one number after another of those that have one
+    a row. A record is padded to a multiple of 64 bytes.
+    """
+    # a compiler would trace what is kept, and warn
+    layout = _record_layout.__wrapped__ if in_graph() else _record_layout
+    return layout(tuple(tuple(row) for row in rows), tuple(dtypes))
+
+
+@lru_cache(maxsize=256)
+def _record_layout(rows: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]) -> RecordLayout:
+    offsets, end = [0] * len(rows), 0
+    # stable: elements before numbers of a row
+    for i in sorted(range(len(rows)), key=lambda i: not rows[i]):
+        align = _PART if rows[i] else dtypes[i].itemsize
+        offsets[i] = -(-end // align) * align
+        end = offsets[i] + prod(rows[i]) * dtypes[i].itemsize
+    return RecordLayout(tuple(offsets), -(-end // _RECORD) * _RECORD)
+
+
+def layout_of(parts: Sequence[Tensor]) -> RecordLayout:
+    """The record of a row of these parts."""
+    return record_layout([part.shape[1:] for part in parts], [part.dtype for part in parts])
+
+
+def move_rows_ref(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor) -> None:
+    """All saves, then all loads: the same, because no record is loaded that is saved in the same call."""
+    live = slots >= 0
+    saved, loaded = live & (saves >= 0), live & (loads >= 0)
+    assert not torch.isin(loads[loaded], saves[saved]).any(), "a record is both saved and loaded"
+    for part, offset in zip(parts, layout_of(parts).offsets, strict=True):
+        nbytes = prod(part.shape[1:]) * part.itemsize
+        if nbytes == 0:
+            continue
+        rows = part.view(part.shape[0], -1).view(torch.uint8)  # [S, nbytes]
+        column = records[:, offset : offset + nbytes]
+        column.index_copy_(0, saves[saved].to(records.device), rows[slots[saved]].to(records.device))
+        rows.index_copy_(0, slots[loaded], column[loads[loaded].to(records.device)].to(rows.device))
+
+
+def move_rows(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor) -> None:
+    """Save the rows of some slots in records, and load others' records into them, in place and bit by bit.
+
+    For each m the row of slots[m] goes to record saves[m], then record loads[m] comes into the slot. A negative slot
+    moves nothing, a negative save or load not in that direction. No slot may come twice, nor a record, be it saved or
+    loaded. A record's padding is left as it is.
+
+    Shapes: parts [S, w] or [S] of any dtypes, contiguous, each perhaps the beginning of more; records [R, B] uint8,
+    contiguous, B as `record_layout` says; slots, saves, loads [M] int64, on the parts' device.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes, strides or devices do not fit.
+        IndexError: on the CPU, a slot or record that does not exist; nothing has moved then. On CUDA it is left out.
+    """
+    _check(parts, records, slots, saves, loads)
+    if direct(*parts, records, slots, saves, loads):
+        _move_rows(parts, records, slots, saves, loads)
+    else:
+        torch.ops.shardwise.move_rows(list(parts), records, slots, saves, loads)
+
+
+def _check(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor) -> None:
+    if not parts:
+        raise ValueError("move_rows: a row needs at least one part, got none")
+    first = parts[0]
+    for i, part in enumerate(parts):
+        if part.dim() not in (1, 2) or part.shape[0] != first.shape[0]:
+            raise ValueError(f"move_rows: parts[{i}] must be [S, w] or [S], S = {first.shape[0]}, got {[*part.shape]}")
+        if not part.is_contiguous():
+            raise ValueError(f"move_rows: parts[{i}] must be contiguous, got strides {part.stride()}")
+        if part.device != first.device:
+            raise ValueError(f"move_rows: parts[{i}] is on {part.device}, parts[0] on {first.device}")
+    for name, numbers in (("slots", slots), ("saves", saves), ("loads", loads)):
+        if numbers.dtype != torch.int64:
+            raise TypeError(f"move_rows: {name} must be int64, got {numbers.dtype}")
+        if numbers.dim() != 1 or numbers.shape != slots.shape:
+            raise ValueError(f"move_rows: {name} must be [{slots.shape[0]}] as slots are, got {[*numbers.shape]}")
+        if numbers.device != first.device:
+            raise ValueError(f"move_rows: {name} must be on {first.device} as the parts are, got {numbers.device}")
+    nbytes = layout_of(parts).nbytes
+    if records.dtype != torch.uint8:
+        raise TypeError(f"move_rows: records must be uint8, got {records.dtype}")
+    if records.dim() != 2 or records.shape[1] != nbytes or not records.is_contiguous():
+        raise ValueError(f"move_rows: records must be contiguous [R, {nbytes}] for these parts, got {[*records.shape]}")
+    # a pinned tensor has an address that kernels can read
+    if records.device != first.device and not (first.is_cuda and records.is_cpu and records.is_pinned()):
+        raise ValueError(f"move_rows: records must be on {first.device} or pinned, got {records.device}")
+
+
+def _move_rows(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor) -> None:
+    if slots.shape[0] == 0:
+        return
+    layout = layout_of(parts)
+    slots, saves, loads = slots.contiguous(), saves.contiguous(), loads.contiguous()
+    if parts[0].is_cpu:
+        _require_inside(parts[0].shape[0], records.shape[0], slots, saves, loads)
+        if (compiled := loops()) is not None:
+            table = array("q")
+            for part, offset in zip(parts, layout.offsets, strict=True):
+                if nbytes := prod(part.shape[1:]) * part.itemsize:
+                    table.extend((part.data_ptr(), nbytes, offset))
+            compiled.move(
+                table.buffer_info()[0], len(table) // 3, records.data_ptr(), layout.nbytes, slots.data_ptr(),
+                saves.data_ptr(), loads.data_ptr(), slots.shape[0],
+            )  # fmt: skip
+            return
+    move_rows_ref(parts, records, slots, saves, loads)
+
+
+def _require_inside(slot_count: int, record_count: int, slots: Tensor, saves: Tensor, loads: Tensor) -> None:
+    for name, numbers, end in (
+        ("slots", slots, slot_count),
+        ("saves", saves, record_count),
+        ("loads", loads, record_count),
+    ):
+        # of a slot that is none nothing else is looked at
+        numbers = numbers if numbers is slots else torch.where(slots >= 0, numbers, -1)
+        most, at = numbers.max(0)
+        if int(most) >= end:
+            raise IndexError(f"move_rows: {name}[{int(at)}] is {int(most)}, there are {end}")
+
+
+register(
+    "move_rows(Tensor(a!)[] parts, Tensor(b!) records, Tensor slots, Tensor saves, Tensor loads) -> ()",
+    _move_rows,
+    lambda parts, records, slots, saves, loads: None,
+)

@@ -1,0 +1,42 @@
+"""Tables of which some rows lie below the device: the bits of tables that lie there whole, whatever the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sharding_mixes as mixes
+from ranks import run_ranks
+
+from shardwise.planner.layout import Tier
+
+pytestmark = pytest.mark.ranks
+
+
+def tiered(mix: mixes.Mix, tier: Tier) -> mixes.Mix:
+    """The same tables with few rows on the device."""
+    tables = tuple(replace(table, options=replace(table.options, tier=tier)) for table in mix.tables)
+    return replace(mix, tables=tables)
+
+
+def same_as_whole(seed: int, optimizer: str, tier: Tier) -> int:
+    """Rows that came to this rank's slots."""
+    mix, env = mixes.mix_of(seed, pooled=seed % 2 == 0), mixes.environment()
+    expected = mixes.train_sharded(mix, optimizer, 6, env)
+    cached = tiered(mix, tier)
+    model = mixes.shard(cached, mixes.build(cached, optimizer), env)
+    run = mixes.train(cached, model, mixes.batches_of_rank(cached, range(6)), False)
+    with model.shards.whole():
+        run.weights, run.states = mixes.held(model)
+    mixes.expect_same_runs(expected, run)
+    return sum(counts.misses for group in model._tables.all_groups() for counts in group.store.counts)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("below", ["ram", "file"])
+def test_cached_tables_train_to_the_bits_of_whole_ones(world: int, below: str, tmp_path: Path) -> None:
+    folder = str(tmp_path) if below == "file" else None
+    for seed in range(6):
+        tier = Tier(2, below, folder, max_slots=0.9)
+        assert sum(run_ranks(world, same_as_whole, seed, list(mixes.RULES)[seed], tier)) > 0
