@@ -30,7 +30,7 @@ _GATHERED = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Counts:
-    """Rows of the counted batches that hit and missed, and that were saved, at some numbers of slots: [S] int64 each."""
+    """Rows of the counted batches that hit, missed and were saved, at some numbers of slots: [S] int64 each."""
 
     slots: Tensor
     hits: Tensor
@@ -190,10 +190,8 @@ def sizes_between(least: int, most: int, count: int = 32) -> list[int]:
     """About `count` numbers of slots from `least` to `most`, each larger than the one before by the same factor."""
     if most <= least or count < 2:
         return [least]
-    steps = torch.linspace(0, 1, count, dtype=torch.float64)
-    return (
-        sorted({round(least * (most / least) ** step) for step in steps.tolist()} | {least, most}) if least else [most]
-    )
+    steps, first = torch.linspace(0, 1, count, dtype=torch.float64).tolist(), max(least, 1)
+    return sorted({round(first * (most / first) ** step) for step in steps} | {first, most})
 
 
 def regret(hits: Sequence[int] | Tensor, best: Sequence[int] | Tensor, counted: int) -> list[float]:

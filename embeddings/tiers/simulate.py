@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardwise.kernels import rule_named
+from shardwise.kernels import record_layout, rule_named
 
 from .policies import Policy, policy_named
 from .residency import Announced, Lease, Residency, Span, TooFewSlots
@@ -177,11 +177,7 @@ def rows_of_shard(rows: Tensor, begin: int, end: int) -> Tensor:
 
 
 def record_bytes(dim: int, dtype: torch.dtype, rule: str | None) -> int:
-    """Bytes of a row of `dim` columns as it lies below the device, with the states of an optimizer's rule.
-
-    The row and each state of its elements begin on 16 bytes, states of the row follow, and the whole is a multiple of
-    64 (`RecordLayout`).
-    """
+    """Bytes of a row of `dim` columns as it lies below the device, with the states of an optimizer's rule."""
     kinds = () if rule is None else rule_named(rule).kinds
-    elements = [dim * dtype.itemsize, *[4 * dim] * kinds.count("element")]
-    return -(-(sum(-(-part // 16) * 16 for part in elements) + 4 * kinds.count("row")) // 64) * 64
+    states = [(dim,) if kind == "element" else () for kind in kinds]
+    return record_layout([(dim,), *states], [dtype, *[torch.float32] * len(states)]).nbytes

@@ -1,7 +1,7 @@
 """What a cache of a table's rows costs: misses by slots, and of them bytes of every memory and milliseconds.
 
-A `MissCurve` has numbers alone, from a trace (`shardwise cache`), from TorchRec's `CacheStatistics`, or from how ids are
-drawn. Per step, for a shard of w columns and R rows with s of them on the device, U rows wanted and M(s) missing, of
+A `MissCurve` has numbers alone: from a trace (`shardwise cache`), TorchRec's `CacheStatistics`, or how ids are drawn.
+Per step, for a shard of w columns and R rows with s of them on the device, U rows wanted and M(s) missing, of
 records of rec bytes (row and states, padded), links in GB/s:
 
     device      s (w e + q + SLOT) + R ROW       below     R rec in host memory, or on disk
@@ -14,7 +14,7 @@ Curves are convex and piecewise linear: memory is bought in pieces, each worth l
 of some memory is to buy the piece that saves most per byte, next (`share_slots`), and what that leaves to be gained by
 cutting a piece is a bound on how far it is from the best.
 
-Without a trace, LRU's misses are those of Che's approximation (Che, Tung, Wang, Hierarchical Web caching systems, 2002):
+Without a trace, LRU's misses are by Che's approximation (Che, Tung, Wang, Hierarchical Web caching systems, 2002):
 there is a time T after which a row that nobody wanted is out of the cache, the same for all rows; a row in a share q of
 all batches is then missing in q (1 - q)^T of them, and the rows that are there are sum 1 - (1 - q)^T = s. Real ids are
 not drawn independently: it is an approximation, and is named so.

@@ -1,6 +1,6 @@
 """What a simulation of caches found, as one page of HTML: what each cache did, and curves of hits by slots.
 
-The numbers come from `shardwise cache simulate`; this file only shows them. The page has no scripts and fetches nothing.
+The numbers come from `shardwise cache simulate` and are only shown here. The page has no scripts and fetches nothing.
 """
 
 from __future__ import annotations
@@ -163,19 +163,7 @@ def _summary(report: CacheReport) -> list[str]:
 
 
 def _table(report: CacheReport) -> list[str]:
-    heads = (
-        "rows",
-        "slots",
-        "wanted",
-        "hits",
-        "misses",
-        "saves",
-        "stalls",
-        "moved",
-        "prefetch, ms",
-        "Belady",
-        "regret",
-    )
+    heads = ("rows", "slots", "wanted", "hits", "misses", "saves", "stalls", "moved", "ms a step", "Belady", "regret")
     lines = [
         f'<tr><th scope="row">{escape(run.name)}</th>'
         + numbers([
