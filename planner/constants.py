@@ -67,7 +67,10 @@ def kernel_bw_lookup(
     """
     if compute_device in ("cpu", "mtia"):
         memory = ddr_mem_bw if compute_device == "cpu" else hbm_mem_bw
-        return {"dense": 0.5 * memory, "fused": memory, "quant": memory}.get(compute_kernel)
+        # TorchRec has rows below the device on a GPU alone: those of a CPU lie in the same memory, or in a file
+        below = {"fused_uvm": memory, "fused_uvm_caching": memory, "key_value": ssd_mem_bw}
+        known = {"dense": 0.5 * memory, "fused": memory, "quant": memory}
+        return (known | below if compute_device == "cpu" else known).get(compute_kernel)
     if compute_device != "cuda":
         return None
     ratio = UVM_CACHING_RATIO if caching_ratio is None else caching_ratio

@@ -17,12 +17,14 @@ from shardwise.planner.layout import (
     CAPABILITIES,
     SERVED_SETTINGS,
     TRAINED_SETTINGS,
+    Tier,
     check_settings,
 )
 
 from .errors import PlannerError, PlannerErrorType
 from .hashes import hash_sha256_to_int, text_of
 from .tables import Feature, Skew, Table
+from .tiers import idle_settings
 
 # by value, as `sharding.plan.plan` has them
 SHARDING_TYPES = (
@@ -47,6 +49,7 @@ class ParameterConstraints:
         ranks, not_on: the only ranks that may hold a part of the table; ranks that may not.
         same_rank: tables with the same text here lie whole on one rank together.
         skew: how ids are drawn.
+        tier: where rows lie that are not on the device, whatever the kernel says.
 
     The others are TorchRec's and pass into the plan.
     """
@@ -71,6 +74,7 @@ class ParameterConstraints:
     not_on: list[int] | None = field(default=None, kw_only=True)
     same_rank: str | None = field(default=None, kw_only=True)
     skew: Skew | None = field(default=None, kw_only=True)
+    tier: Tier | None = field(default=None, kw_only=True)
 
     def __hash__(self) -> int:
         """A number that is the same in every process, TorchRec's where no field of ours is set."""
@@ -84,6 +88,7 @@ class ParameterConstraints:
 
 
 ANY = "*"
+_DENSE = {"dense", "batched_dense"}
 
 
 def constraint_of(constraints: Mapping[str, ParameterConstraints], name: str) -> ParameterConstraints | None:
@@ -114,6 +119,11 @@ def check_constraints(
                     # an enum's member is not its value
                     word = str(getattr(value, "value", value))
                     raise _wrong(f"table {name!r}: {what} has {value!r}{nearest(word, allowed)}", kind)
+        if constraint.tier is not None and constraint.compute_kernels and set(constraint.compute_kernels) <= _DENSE:
+            raise _wrong(
+                f"table {name!r}: tier={constraint.tier} is for an optimizer in the backward, and compute_kernels are"
+                f" {constraint.compute_kernels}: allow 'fused'"
+            )
         if constraint.min_partition is not None and constraint.min_partition < 1:
             raise _wrong(f"table {name!r}: min_partition must be positive, got {constraint.min_partition}")
         for what, ranks in (("ranks", constraint.ranks), ("not_on", constraint.not_on)):
@@ -139,8 +149,11 @@ def check_settings_of(
             continue
         try:
             idle = check_settings(table.name, constraint, SERVED_SETTINGS if table.served else TRAINED_SETTINGS)
+            of_parts = idle_settings(constraint, table.data_type.value)
         except ValueError as error:
             raise _wrong(str(error)) from error
+        # of what is of no effect as a whole the parts need no word
+        idle |= {what: reason for what, reason in of_parts.items() if what.partition(".")[0] not in idle}
         if constraint.device_group not in (None, *CAPABILITIES):
             raise _wrong(
                 f"table {table.name!r}: device_group must be one of {', '.join(CAPABILITIES)}, got"

@@ -23,9 +23,13 @@ MIN_COLUMNS = 32
 # an ordinary optimizer; "fused" the optimizer in the backward, by Triton kernels where there is a GPU, so
 # "fused_triton" is the same. Pooled and sequence collections alike run all of it.
 _FUSED = ("fused", "fused_triton")
-_CUT = (*_FUSED, "dense")
+# as "fused", with rows below the device (`Tier`): no table gets them unless a constraint or a plan names them
+TIERED_KERNELS = ("fused_uvm", "fused_uvm_caching", "key_value")
+# those whose rows on the device are a cache of some size, and those whose rows are in files
+CACHED_KERNELS, _STORED_KERNELS = TIERED_KERNELS[1:], TIERED_KERNELS[2:]
+_CUT = (*_FUSED, "dense", *TIERED_KERNELS)
 _BY_TYPE = {
-    "data_parallel": ("dense", *_FUSED),
+    "data_parallel": ("dense", *_FUSED, *TIERED_KERNELS),
     "table_wise": _CUT,
     "column_wise": _CUT,
     "row_wise": _CUT,
@@ -62,12 +66,14 @@ class Setting:
     Args:
         refused: of these values a plan raises; `instead` says where it is set.
         idle: these values have no effect, which a warning says; `reason` says why. What is in neither is so.
+        kernels: compute kernels with which they have one.
     """
 
     refused: Callable[[Any], bool] = lambda value: False
     instead: str = ""
     idle: Callable[[Any], bool] = lambda value: False
     reason: str = ""
+    kernels: tuple[str, ...] = ()
 
 
 def _is_given(value: Any) -> bool:
@@ -87,6 +93,9 @@ def bounds_check_name(mode: object) -> str:
 
 
 _ON_DEVICE = "rows are kept in the memory of the device"
+_CACHED = f"the compute kernels {' and '.join(CACHED_KERNELS)} read it, and none is asked for"
+_STORED = "the compute kernel key_value reads it, which is not asked for"
+
 _BOUNDS_CHECK = Setting(
     lambda value: _is_given(value) and bounds_check_name(value) not in BOUNDS_CHECKS,
     f"BoundsCheckMode {', '.join(BOUNDS_CHECKS[:-1])} or {BOUNDS_CHECKS[-1]}",
@@ -94,16 +103,19 @@ _BOUNDS_CHECK = Setting(
 _VIRTUAL = Setting(bool, "table a fixed num_embeddings: no table here makes its rows as ids come")
 # of tables that train, and of quantized ones
 TRAINED_SETTINGS: Mapping[str, Setting] = {
-    "cache_params": Setting(idle=_is_given, reason=_ON_DEVICE),
-    "enforce_hbm": Setting(idle=lambda value: value is False, reason=_ON_DEVICE),
+    "cache_params": Setting(idle=_is_given, reason=_CACHED, kernels=CACHED_KERNELS),
+    "enforce_hbm": Setting(idle=lambda value: value is False, reason=_ON_DEVICE, kernels=TIERED_KERNELS),
     "stochastic_rounding": Setting(lambda value: value not in (None, True, False), "value True or False"),
     "bounds_check_mode": _BOUNDS_CHECK,
     "output_dtype": Setting(
         lambda value: _is_given(value) and type_name(value) not in TRAINED_TYPES,
         f"DataType {', '.join(TRAINED_TYPES[:-1])} or {TRAINED_TYPES[-1]}",
     ),
-    "key_value_params": Setting(idle=_is_given, reason=_ON_DEVICE),
+    "key_value_params": Setting(idle=_is_given, reason=_STORED, kernels=_STORED_KERNELS),
     "use_virtual_table": _VIRTUAL,
+    "tier": Setting(
+        lambda value: _is_given(value) and not isinstance(value, Tier), "Tier(...) of shardwise.planner.layout"
+    ),
 }
 _SAME_BITS = "outputs of a quantized table always have the bits of the unsharded one"
 _BY_KERNEL = "the compute_kernel of a quantized table says where its rows are"
@@ -117,6 +129,7 @@ SERVED_SETTINGS: Mapping[str, Setting] = {
     "reduction": Setting(idle=_is_given, reason=_SAME_BITS),
     "row_state": Setting(idle=_is_given, reason=_SAME_BITS),
     "use_virtual_table": _VIRTUAL,
+    "tier": Setting(idle=_is_given, reason=_BY_KERNEL),
 }
 
 
@@ -127,13 +140,21 @@ def check_settings(table: str, given: object, settings: Mapping[str, Setting]) -
         ValueError: a value that no plan can have; names table, setting, value and where it is set instead.
     """
     without = {}
+    tier = getattr(given, "tier", None)
+    kernels = {getattr(given, "compute_kernel", None), *(getattr(given, "compute_kernels", None) or ())}
+    if tier is not None and getattr(given, "enforce_hbm", None):
+        raise ValueError(f"table {table!r}: enforce_hbm=True keeps all rows on the device, tier={tier} does not")
     for name, setting in settings.items():
         value = getattr(given, name, None)
         if setting.refused(value):
             raise ValueError(
                 f"table {table!r}: a plan does not set {name} (here {value!r}): give the {setting.instead}"
             )
-        if setting.idle(value):
+        if not setting.idle(value):
+            continue
+        if tier is not None and setting.kernels:
+            without[name] = f"tier={tier} says so"
+        elif kernels.isdisjoint(setting.kernels):
             without[name] = setting.reason
     return without
 

@@ -102,3 +102,18 @@ class Table:
     def bags(self, batch_size: int) -> float:
         """Bags of one rank's batch."""
         return sum(f.num_poolings * (f.batch_size or batch_size) for f in self.features)
+
+
+# optimizer class -> states of an element, and of a row: fp32 numbers (`kernels/update/rules.py`)
+STATES: dict[str, tuple[int, int]] = {
+    "SGD": (0, 0), "RowWiseAdagrad": (0, 1), "Adagrad": (1, 0), "Adam": (2, 0), "AdamW": (2, 0), "SparseAdam": (2, 0),
+    "LAMB": (2, 0), "LarsSGD": (1, 0), "PartialRowWiseAdam": (1, 1), "PartialRowWiseLAMB": (1, 1), "FTRL": (2, 0),
+}  # fmt: skip
+# one whose rule is not known
+_UNKNOWN = (2, 0)
+
+
+def state_bytes(optimizer: str | None, width: int) -> int:
+    """Bytes of the optimizer's state of one row of `width` columns; a table without one trains by SGD."""
+    of_element, of_row = STATES.get(optimizer or "SGD", _UNKNOWN)
+    return 4 * (of_element * width + of_row)

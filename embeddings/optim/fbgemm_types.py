@@ -203,10 +203,10 @@ def require_location(location: EmbeddingLocation | None, device: torch.device | 
     # by name, as the real FBGEMM may be installed
     name = "DEVICE" if location is None else location.name
     on_cpu = torch.device(device or "cpu").type in ("cpu", "meta")
-    if name != "DEVICE" and not (name == "HOST" and on_cpu):
+    if name not in ("DEVICE", "MANAGED", "MANAGED_CACHING") and not (name == "HOST" and on_cpu):
         raise ValueError(
-            f"location={name}: rows lie on the collection's device, {device or 'cpu'}: leave it None. Caches over host"
-            " memory are not served"
+            f"location={name}: rows lie on the collection's device, {device or 'cpu'}, or below it by MANAGED or"
+            " MANAGED_CACHING: leave it None, or take one of these"
         )
 
 

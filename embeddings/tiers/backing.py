@@ -67,12 +67,12 @@ class HostRecords:
     def read(self, rows: Tensor, out: Tensor) -> None:
         """As `Backing` says."""
         require_rows(rows, out, self._records.shape)
-        torch.index_select(self._records, 0, rows, out=out)
+        take_rows(self._records, rows, out)
 
     def write(self, rows: Tensor, records: Tensor) -> None:
         """As `Backing` says."""
         require_rows(rows, records, self._records.shape)
-        self._records.index_copy_(0, rows, records)
+        put_rows(self._records, rows, records)
 
     def grow(self, rows: int) -> None:
         """As `Backing` says. Copies what there is: both lie in memory meanwhile."""
@@ -123,6 +123,25 @@ def _unpin(address: int | None) -> None:
     # the memory itself goes with the last tensor of it
     if address is not None:
         _runtime().cudaHostUnregister(address)
+
+
+def take_rows(source: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Copy rows of source [R, record_bytes] to out [n, record_bytes]."""
+    source, out = _in_words(source, out)
+    torch.index_select(source, 0, rows, out=out)
+
+
+def put_rows(target: Tensor, rows: Tensor, records: Tensor) -> None:
+    """Copy records [n, record_bytes] to rows of target [R, record_bytes]."""
+    target, records = _in_words(target, records)
+    target.index_copy_(0, rows, records)
+
+
+def _in_words(*records: Tensor) -> tuple[Tensor, ...]:
+    """Records as numbers of 8 bytes, which torch copies up to six times as fast, where they are made of them."""
+    if any(tensor.shape[1] % 8 or tensor.storage_offset() % 8 for tensor in records):
+        return records
+    return tuple(tensor.view(torch.int64) for tensor in records)
 
 
 def require_shape(rows: int, record_bytes: int) -> None:

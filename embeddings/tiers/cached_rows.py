@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardwise.kernels.features import FIRST_ROW, ROWS
 from shardwise.kernels import move_rows
+from shardwise.kernels.features import FIRST_ROW, ROWS
 
 from .backing import Backing, HostRecords
 from .policies import Policy, lru

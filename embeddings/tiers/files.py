@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
+import mmap
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .backing import require_growth, require_rows, require_shape
+from ...kernels.files.rows import ask_rows, read_rows, write_rows
+from .backing import put_rows, require_growth, require_rows, require_shape, take_rows
 from .scratch import ScratchFile
+
+# rows whose reads are under way while those before them are copied: as many as a disk has any use for
+_AHEAD = 1024
+_PAGE = 1 << 12
 
 
 class FileRecords:
-    """Records in one file of `folder`, as large as all rows; reads and writes go through the system's page cache.
+    """Records in one file of `folder`, as large as all rows; the system's page cache lies between it and the disk.
 
     `name` is the table's, and the shard's where a table has several: errors name it, and two processes cannot have the
-    same name in one folder.
+    same name in one folder. `how` is "pread", calls of the system, a run of neighbours each: what is not in the page
+    cache is asked for ahead, so one thread keeps the disk busy. Or it is "mmap", the file as memory: less work for the
+    processor where the page cache holds all of the file, but a disk that fails then ends the process (SIGBUS) instead
+    of raising an error. None: "pread", except on Windows, which has none.
 
     Raises:
         BlockingIOError: another process has this name in this folder.
         OSError: the folder cannot be written, or its disk has less room than all rows need.
     """
 
-    def __init__(self, rows: int, record_bytes: int, folder: str | os.PathLike[str], *, name: str) -> None:
+    def __init__(
+        self,
+        rows: int,
+        record_bytes: int,
+        folder: str | os.PathLike[str],
+        *,
+        name: str,
+        how: Literal["pread", "mmap"] | None = None,
+    ) -> None:
         require_shape(rows, record_bytes)
+        if how not in (None, "pread", "mmap"):
+            raise ValueError(f"how must be 'pread', 'mmap' or None, got {how!r}")
         self._shape = (rows, record_bytes)
         self._file = ScratchFile(folder, name=name, nbytes=rows * record_bytes)
+        self._mapped = how == "mmap" or (how is None and not hasattr(os, "pread"))
+        self._memory = self._map() if self._mapped else None
+        if hasattr(os, "posix_fadvise"):
+            # nothing around the rows that are asked for
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
     def read(self, rows: Tensor, out: Tensor) -> None:
         """As `Backing` says.
@@ -35,9 +60,10 @@ class FileRecords:
             OSError: the disk fails, or the file is shorter than it was; names table, folder and way out.
         """
         require_rows(rows, out, self._shape)
-        file, buffer = self._file.fileno(), _bytes_of(out)
-        for start, end, first in self._runs(rows):
-            self._read_run(file, buffer[start:end], first)
+        if self._memory is not None:
+            take_rows(self._memory, rows, out)
+        else:
+            self._move(rows, out, read_rows, self._read_run, ask=True)
 
     def write(self, rows: Tensor, records: Tensor) -> None:
         """As `Backing` says.
@@ -46,9 +72,11 @@ class FileRecords:
             OSError: the disk is full or fails; names table, folder and way out. Some of the rows may be written.
         """
         require_rows(rows, records, self._shape)
-        file, buffer = self._file.fileno(), _bytes_of(records)
-        for start, end, first in self._runs(rows):
-            self._write_run(file, buffer[start:end], first)
+        if self._memory is not None:
+            put_rows(self._memory, rows, records)
+        else:
+            # the system reads pages that it writes in part
+            self._move(rows, records, write_rows, self._write_run, ask=self._shape[1] % _PAGE != 0)
 
     def grow(self, rows: int) -> None:
         """As `Backing` says.
@@ -59,39 +87,75 @@ class FileRecords:
         require_growth(rows, self._shape[0])
         self._file.grow(rows * self._shape[1])
         self._shape = (rows, self._shape[1])
+        self._memory = self._map() if self._mapped else None
 
     def close(self) -> None:
         """As `Backing` says."""
+        self._memory = None
         self._file.close()
 
-    def _runs(self, rows: Tensor) -> list[tuple[int, int, int]]:
-        """Rows that follow each other: where they begin and end in the buffer, and in the file, in bytes."""
-        if not rows.numel():
-            return []
-        step = self._shape[1]
-        starts = [0, *(torch.nonzero(rows.diff() != 1)[:, 0] + 1).tolist()]
-        ends = [*starts[1:], rows.numel()]
-        firsts = rows[torch.tensor(starts)].tolist()
-        return [(s * step, e * step, row * step) for s, e, row in zip(starts, ends, firsts, strict=True)]
+    def _map(self) -> Tensor:
+        try:
+            memory = mmap.mmap(self._file.fileno(), self._file.nbytes)
+        except OSError as error:
+            self._file.fail(error, "its scratch file cannot be mapped")
+        if hasattr(mmap, "MADV_RANDOM"):
+            # otherwise each page that is touched brings megabytes around it
+            memory.madvise(mmap.MADV_RANDOM)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(self._shape)
 
-    def _read_run(self, file: int, part: memoryview, first: int) -> None:
-        # the system moves no more than 2 GiB at once
+    def _move(
+        self,
+        rows: Tensor,
+        records: Tensor,
+        move: Callable[[int, Tensor, Tensor], int | None],
+        move_run: Callable[[int, memoryview, int], None],
+        *,
+        ask: bool,
+    ) -> None:
+        """Move rows by the compiled loop `move`, and what it leaves by calls of our own, which say what is wrong."""
+        file, n, step = self._file.fileno(), rows.numel(), self._shape[1]
+        windows = [(begin, min(n, begin + _AHEAD)) for begin in range(0, n, _AHEAD)]
+        for i, (begin, end) in enumerate(windows):
+            if ask:
+                for first, last in windows[i : i + 2] if i == 0 else windows[i + 1 : i + 2]:
+                    ask_rows(file, rows[first:last], step)
+            while begin < end:
+                moved = move(file, rows[begin:end], records[begin:end])
+                begin += moved or 0
+                if begin < end:
+                    # without loops all of them, otherwise the one that ended the loop
+                    most = end if moved is None else begin + 1
+                    buffer = _bytes_of(records[begin:most])
+                    for start, stop, offset in _runs(rows[begin:most], step):
+                        move_run(file, buffer[start:stop], offset)
+                    begin = most
+
+    def _read_run(self, file: int, part: memoryview, offset: int) -> None:
         while part:
             try:
-                moved = os.preadv(file, [part], first)
+                moved = os.preadv(file, [part], offset)
             except OSError as error:
                 self._file.fail(error, "its rows cannot be read")
             if not moved:
                 self._file.fail_short()
-            part, first = part[moved:], first + moved
+            part, offset = part[moved:], offset + moved
 
-    def _write_run(self, file: int, part: memoryview, first: int) -> None:
+    def _write_run(self, file: int, part: memoryview, offset: int) -> None:
         while part:
             try:
-                moved = os.pwrite(file, part, first)
+                moved = os.pwrite(file, part, offset)
             except OSError as error:
                 self._file.fail(error, "its rows cannot be written")
-            part, first = part[moved:], first + moved
+            part, offset = part[moved:], offset + moved
+
+
+def _runs(rows: Tensor, step: int) -> list[tuple[int, int, int]]:
+    """Rows that follow each other: where they begin and end in the buffer, and where in the file, in bytes."""
+    starts = [0, *(torch.nonzero(rows.diff() != 1)[:, 0] + 1).tolist()]
+    firsts = rows[torch.tensor(starts)].tolist()
+    ends = [*starts[1:], rows.numel()]
+    return [(start * step, end * step, row * step) for start, end, row in zip(starts, ends, firsts, strict=True)]
 
 
 def _bytes_of(records: Tensor) -> memoryview:

@@ -116,8 +116,9 @@ class ScratchFile:
 
     def _way_out(self, number: int) -> str:
         if number in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+            free = _gib(_free_bytes(self.folder))
             return (
-                f"It needs {_gib(self.nbytes)} in all, {_gib(_free_bytes(self.folder))} are free: make room or choose another folder, then"
+                f"It needs {_gib(self.nbytes)} in all, {free} are free: make room or choose another folder, then"
                 " start again from the last checkpoint"
             )
         if number == errno.EFBIG:

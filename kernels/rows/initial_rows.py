@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from .. import numba_loops
-from .._op import direct, register
-from ..hashes import mix32, mix64
+from .._op import direct, gather_tile, register, runs_kernel, tl, triton
+from ..features import row_alignment
+from ..hashes import mix32, mix64, mixed64
 
 # the CPU's compiled loops; None where numba is missing or does not work
 loops = partial(numba_loops.loops, "rows_loops")
@@ -97,6 +98,11 @@ def normal_table() -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cpu")
 
 
+@cache
+def _table_on(device: torch.device) -> Tensor:
+    return normal_table().to(device)
+
+
 def initial_rows_ref(
     rows: Tensor,
     seed: Tensor,
@@ -120,12 +126,69 @@ def initial_rows_ref(
 
 def _normal(random: Tensor) -> Tensor:
     """Normal values, fp32, of 32 random bits: the highest is the sign."""
-    table = normal_table().to(random.device)
+    table = _table_on(random.device)
     bits = ((random & 0x7FFFFFFF) * 2 + 1).float().view(torch.int32).long() - ONE
     place, rest = bits >> REST_BITS, bits & ((1 << REST_BITS) - 1)
     here, following = table[place].long(), table[(place + 1).clamp(max=table.shape[0] - 1)].long()
     value = here + ((following - here) * rest >> REST_BITS)
     return torch.where(random >> 31 == 1, -value, value).float() * UNIT
+
+
+@triton.jit
+def _mixed(x):  # type: ignore[no-untyped-def]
+    """`mix32` of uint32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit(
+    do_not_specialize=["N", "first_column", "first", "step", "least", "most"], do_not_specialize_on_alignment=["rows"]
+)
+def _initial_rows_kernel(  # type: ignore[no-untyped-def]
+    rows,
+    seed,
+    table,
+    Y,
+    N,
+    D,
+    first_column,
+    first,
+    step,
+    least,
+    most,
+    NORMAL: tl.constexpr,
+    REST: tl.constexpr,
+    LAST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    row = tl.load(rows + n, mask=n < N, other=0).to(tl.uint64, bitcast=True)
+    base = mixed64(tl.load(seed).to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
+    state = mixed64(row + base)
+    column = (first_column + d).to(tl.uint32) * 0x85EBCA6B
+    random = _mixed(column[None, :] + state.to(tl.uint32)[:, None])
+    random = _mixed(random ^ (state >> 32).to(tl.uint32)[:, None])
+    if NORMAL:
+        bits = ((random & 0x7FFFFFFF) * 2 + 1).to(tl.float32).to(tl.int32, bitcast=True) - 0x3F800000
+        place = bits >> REST
+        here = tl.load(table + place)
+        following = tl.load(table + tl.minimum(place + 1, LAST))
+        between = (following - here).to(tl.int64) * (bits & ((1 << REST) - 1)) >> REST
+        x = here + between.to(tl.int32)
+        number = tl.where((random >> 31) > 0, -x, x).to(tl.float32) * 3.725290298461914e-09
+    else:
+        number = (random >> 8).to(tl.int32).to(tl.float32) * 5.960464477539063e-08
+    y = number * step + first
+    if not NORMAL:
+        y = tl.minimum(tl.maximum(y, least), most)
+    if Y.dtype.element_ty == tl.bfloat16:
+        # to nearest, ties to even, by its bits: the interpreter would cut them off
+        bits = y.to(tl.uint32, bitcast=True)
+        y = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    tl.store(Y + (n * D)[:, None] + d[None, :], y.to(Y.dtype.element_ty), mask=(n < N)[:, None] & (d < D)[None, :])
 
 
 def initial_rows(
@@ -175,6 +238,17 @@ def _initial_rows(
     dtype: torch.dtype,
 ) -> Tensor:
     scale = scale_of(kind, low, high, dtype)
+    if kind != "constant" and runs_kernel(rows):
+        rows, table = rows.contiguous(), _table_on(rows.device)
+        out = torch.empty((rows.shape[0], columns), dtype=dtype, device=rows.device)
+        if out.numel():
+            block_n, block_d, warps = gather_tile(columns, dtype.itemsize, row_alignment(columns, dtype.itemsize))
+            grid = (triton.cdiv(rows.shape[0], block_n), triton.cdiv(columns, block_d))
+            _initial_rows_kernel[grid](
+                rows, seed, table, out, rows.shape[0], columns, first_column, *scale, kind == "normal", REST_BITS,
+                table.shape[0] - 1, block_n, block_d, num_warps=warps, enable_fp_fusion=False,
+            )  # fmt: skip
+        return out
     if kind != "constant" and rows.is_cpu and (compiled := loops()) is not None:
         rows, table = rows.contiguous(), normal_table()
         out = torch.empty((rows.shape[0], columns), dtype=torch.float32, device="cpu")

@@ -11,17 +11,22 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import numba_loops
-from .._op import direct, in_graph, register
+from .._op import INTERPRETED, direct, in_graph, next_power_of_2, register, runs_kernel, tl, triton
+from ..persistent_grid import PERSISTENT_PROGRAMS, persistent_programs
 
 # bytes on which parts of elements begin, and of which a record has a multiple
 _PART, _RECORD = 16, 64
+# units of a row in a tile at most, units of a tile, rows of a tile at least and at most, and its warps
+_COLUMNS, _TILE, _ROWS, _WARPS = 256, 1024, (1, 8) if INTERPRETED else (8, 128), 4
+# programs that move rows over the bus: enough to fill it, and the multiprocessors are left to the step beside it
+_BUS_PROGRAMS = 64
 # the CPU's compiled loops; None where numba is missing or does not work
 loops = partial(numba_loops.loops, "rows_loops")
 
@@ -73,6 +78,76 @@ def move_rows_ref(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves
         column = records[:, offset : offset + nbytes]
         column.index_copy_(0, saves[saved].to(records.device), rows[slots[saved]].to(records.device))
         rows.index_copy_(0, slots[loaded], column[loads[loaded].to(records.device)].to(rows.device))
+
+
+@triton.jit
+def _exchange(  # type: ignore[no-untyped-def]
+    part,
+    records,
+    slot,
+    save,
+    load,
+    saved,
+    loaded,
+    RECORD: tl.constexpr,
+    OFFSET: tl.constexpr,
+    UNITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One part of some slots' rows out to their records and in from theirs, as integers of UNIT bytes."""
+    BITS: tl.constexpr = tl.int32 if UNIT == 4 else (tl.int16 if UNIT == 2 else tl.int8)
+    here = tl.multiple_of(part.to(tl.pointer_type(BITS)), ALIGN)
+    there = tl.multiple_of(records.to(tl.pointer_type(BITS)), ALIGN)
+    for begin in range(0, UNITS, BLOCK_D):
+        d = begin + tl.arange(0, BLOCK_D)
+        inside = (d < UNITS)[None, :]
+        row = here + (slot * UNITS)[:, None] + d[None, :]
+        out = saved[:, None] & inside
+        into = loaded[:, None] & inside
+        at = OFFSET // UNIT + d[None, :]
+        # no record that is loaded is saved here: both are asked for before either is written
+        old = tl.load(row, mask=out, other=0)
+        new = tl.load(there + (load * (RECORD // UNIT))[:, None] + at, mask=into, other=0)
+        tl.store(there + (save * (RECORD // UNIT))[:, None] + at, old, mask=out)
+        tl.store(row, new, mask=into)
+
+
+@triton.jit(do_not_specialize=["M", "S", "R", "programs"])
+def _move_rows_kernel(  # type: ignore[no-untyped-def]
+    parts,
+    records,
+    slots,
+    saves,
+    loads,
+    M,
+    S,
+    R,
+    programs,
+    RECORD: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    UNITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    for begin in range(tl.program_id(0) * BLOCK_M, M, programs * BLOCK_M):
+        m = begin + tl.arange(0, BLOCK_M)
+        slot = tl.load(slots + m, mask=m < M, other=-1)
+        live = (slot >= 0) & (slot < S)
+        save = tl.load(saves + m, mask=live, other=-1)
+        load = tl.load(loads + m, mask=live, other=-1)
+        saved = (save >= 0) & (save < R)
+        loaded = (load >= 0) & (load < R)
+        # a batch that misses less than there was room for ends in moves of nothing
+        if tl.max((saved | loaded).to(tl.int32), 0) > 0:
+            for i in tl.static_range(len(UNITS)):
+                _exchange(
+                    parts[i], records, slot, save, load, saved, loaded, RECORD, OFFSETS[i], UNITS[i], UNIT[i],
+                    ALIGNS[i], BLOCKS[i],
+                )  # fmt: skip
 
 
 def move_rows(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor) -> None:
@@ -127,21 +202,52 @@ def _check(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tenso
 def _move_rows(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor) -> None:
     if slots.shape[0] == 0:
         return
-    layout = layout_of(parts)
     slots, saves, loads = slots.contiguous(), saves.contiguous(), loads.contiguous()
+    if runs_kernel(parts[0]):
+        _launch(parts, records, slots, saves, loads)
+        return
     if parts[0].is_cpu:
         _require_inside(parts[0].shape[0], records.shape[0], slots, saves, loads)
         if (compiled := loops()) is not None:
             table = array("q")
-            for part, offset in zip(parts, layout.offsets, strict=True):
-                if nbytes := prod(part.shape[1:]) * part.itemsize:
-                    table.extend((part.data_ptr(), nbytes, offset))
+            for part, offset in _with_columns(parts):
+                table.extend((part.data_ptr(), prod(part.shape[1:]) * part.itemsize, offset))
             compiled.move(
-                table.buffer_info()[0], len(table) // 3, records.data_ptr(), layout.nbytes, slots.data_ptr(),
+                table.buffer_info()[0], len(table) // 3, records.data_ptr(), records.shape[1], slots.data_ptr(),
                 saves.data_ptr(), loads.data_ptr(), slots.shape[0],
             )  # fmt: skip
             return
     move_rows_ref(parts, records, slots, saves, loads)
+
+
+def _with_columns(parts: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    """Parts that have bytes, and where they begin in a record."""
+    offsets = layout_of(parts).offsets
+    return [(part, offset) for part, offset in zip(parts, offsets, strict=True) if prod(part.shape[1:])]
+
+
+def _launch(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor) -> None:
+    moved = _with_columns(parts)
+    count, record = slots.shape[0], records.shape[1]
+    if not moved or not records.shape[0]:
+        return
+    units, unit, aligns = [], [], []
+    for part, offset in moved:
+        nbytes = prod(part.shape[1:]) * part.itemsize
+        # of both sides, or what a thread has loaded would have to go to another one to be stored
+        align = gcd(16, nbytes, part.data_ptr(), records.data_ptr(), offset)
+        unit.append(min(align, 4))
+        units.append(nbytes // unit[-1])
+        aligns.append(align)
+    blocks = [min(next_power_of_2(each), _COLUMNS) for each in units]
+    block = max(_ROWS[0], min(_ROWS[1], _TILE // max(blocks)))
+    most = _BUS_PROGRAMS if records.device != parts[0].device else persistent_programs(parts[0].device)
+    programs = min(triton.cdiv(count, block), PERSISTENT_PROGRAMS or most)
+    _move_rows_kernel[(programs,)](
+        tuple(part for part, _ in moved), records, slots, saves, loads, count, parts[0].shape[0], records.shape[0],
+        programs, record, tuple(offset for _, offset in moved), tuple(units), tuple(unit), tuple(aligns),
+        tuple(blocks), block, num_warps=_WARPS,
+    )  # fmt: skip
 
 
 def _require_inside(slot_count: int, record_count: int, slots: Tensor, saves: Tensor, loads: Tensor) -> None:

@@ -60,7 +60,7 @@ from ..search.problem import (
     Floats,
     Ints,
 )
-from ..tables import Skew, Table
+from ..tables import STATES, Skew, Table, state_bytes
 from ..topology import Topology
 from .ways import Way, ways_of
 
@@ -128,15 +128,6 @@ def _blocks(rows: int, skew: Skew, borders: tuple[int, ...] = ()) -> tuple[Float
     return result
 
 
-# optimizer class -> states of an element, and of a row: fp32 numbers (`kernels/update/rules.py`)
-STATES: dict[str, tuple[int, int]] = {
-    "SGD": (0, 0), "RowWiseAdagrad": (0, 1), "Adagrad": (1, 0), "Adam": (2, 0), "AdamW": (2, 0), "SparseAdam": (2, 0),
-    "LAMB": (2, 0), "LarsSGD": (1, 0), "PartialRowWiseAdam": (1, 1), "PartialRowWiseLAMB": (1, 1), "FTRL": (2, 0),
-}  # fmt: skip
-# one whose rule is not known
-_UNKNOWN = (2, 0)
-
-
 def optimizer_named(name: str) -> str:
     """The class name of an optimizer that is known, in any case.
 
@@ -147,12 +138,6 @@ def optimizer_named(name: str) -> str:
     if optimizer is None:
         raise ValueError(f"optimizer {name!r} is unknown{did_you_mean(name, STATES) or ': ' + ', '.join(STATES)}")
     return optimizer
-
-
-def state_bytes(optimizer: str | None, width: int) -> int:
-    """Bytes of the optimizer's state of one row of `width` columns; a table without one trains by SGD."""
-    of_element, of_row = STATES.get(optimizer or "SGD", _UNKNOWN)
-    return 4 * (of_element * width + of_row)
 
 
 def block_bytes(table: Table, way: Way, width: int, world_size: int, batch_size: int) -> Ints:

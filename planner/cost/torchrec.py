@@ -22,6 +22,7 @@ from ..torchrec.enumerators import (
     cuts,
     row_shares,
     sharding_types,
+    tiered,
 )
 from ..torchrec.evaluators import TRAINING_EVALUATORS
 from ..torchrec.hardware import EmbeddingPerfEstimatorConfig
@@ -101,6 +102,8 @@ class TorchRecCost:
             if asked.sharding_types and asked.compute_kernels and "dense" not in offered:
                 # of a sharder that offers it for cut tables
                 offered.append("dense")
+            # TorchRec has them on a GPU alone
+            offered += [kernel for kernel in tiered(kind, asked) if kernel not in offered]
             for kernel in allowed_kernels(offered, asked.compute_kernels, has_ssd):
                 for width in narrowest:
                     widths, rows, copies = cuts(

@@ -7,20 +7,26 @@ hold `rows` rows of it each.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.planner.layout import (
     CAPABILITIES,
     MIN_COLUMNS,
     SERVING,
+    TIERED_KERNELS,
+    Tier,
     split_rows,
 )
 
 from ..constraints import ParameterConstraints
-from ..tables import Table
+from ..errors import PlannerError, PlannerErrorType
+from ..tables import Table, state_bytes
+from ..tiers import RowBytes, settings_of, tier_of
 from ..topology import Topology
 
+# what a table may have where its constraint says nothing of kernels
+_USUAL = ("dense", "fused", "fused_triton", "quant", "quant_uvm", "quant_uvm_caching")
 # spellings that older plans and tutorials use
 _ALIASES = {"batched_fused": "fused", "batched_dense": "dense"}
 
@@ -29,7 +35,8 @@ _ALIASES = {"batched_fused": "fused", "batched_dense": "dense"}
 class Way:
     """K blocks of `widths` columns; place s of a block's span holds `rows[s]` rows.
 
-    `replica`: every rank holds all rows. `one_host`: blocks lie on ranks of one host.
+    `replica`: every rank holds all rows. `one_host`: blocks lie on ranks of one host. `tier`: where rows lie that are
+    not on the device, None if all are.
     """
 
     sharding_type: str
@@ -38,6 +45,7 @@ class Way:
     rows: tuple[int, ...]
     one_host: bool = False
     replica: bool = False
+    tier: Tier | None = None
 
     @property
     def span(self) -> int:
@@ -52,7 +60,8 @@ def ways_of(table: Table, topology: Topology, constraint: ParameterConstraints |
     no more blocks than there are ranks (or, by host, ranks of a host, or hosts). Types that say "host" are ways of
     their own where there are several; on one host, and cuts into one part, they are left out unless nothing else is
     allowed. A table in cut shards trains by its gradient, kernel "dense", only where the constraint names both the type
-    and that kernel: the kernel alone means replicas, as TorchRec's sharders offer it.
+    and that kernel: the kernel alone means replicas, as TorchRec's sharders offer it. Rows are below the device only
+    where the constraint has a tier or names such a kernel, and those of replicas where it names the type too.
     """
     asked = constraint or ParameterConstraints()
     kernels = None if asked.compute_kernels is None else [_ALIASES.get(name, name) for name in asked.compute_kernels]
@@ -62,14 +71,36 @@ def ways_of(table: Table, topology: Topology, constraint: ParameterConstraints |
     for sharding_type, offered in served.items():
         if asked.sharding_types is not None and sharding_type not in asked.sharding_types:
             continue
-        allowed = [kernel for kernel in offered if kernels is None or kernel in kernels]
-        if asked.sharding_types is None and sharding_type != "data_parallel":
-            allowed = [kernel for kernel in allowed if kernel != "dense"]
-        # kernels of one type do the same work here
-        for kernel in allowed[:1]:
+        allowed = [kernel for kernel in offered if kernel in (_USUAL if kernels is None else kernels)]
+        if asked.sharding_types is None:
+            unwanted = ("dense",) if sharding_type != "data_parallel" else TIERED_KERNELS
+            allowed = [kernel for kernel in allowed if kernel not in unwanted]
+        if asked.tier is not None:
+            of_replicas = sharding_type == "data_parallel"
+            allowed = [kernel for kernel in allowed if kernel != "dense" and (asked.sharding_types or not of_replicas)]
+        # with all rows on the device, kernels of one type do the same work here
+        resident = [kernel for kernel in allowed if kernel not in TIERED_KERNELS]
+        for kernel in (*resident[:1], *(kernel for kernel in allowed if kernel in TIERED_KERNELS)):
             for way, useful in _cuts(sharding_type, kernel, table, topology, asked.min_partition or MIN_COLUMNS):
+                way = replace(way, tier=planned_tier(table, asked, kernel, max(way.rows), max(way.widths)))
                 (ways if useful else others).append(way)
     return ways or others[:1]
+
+
+def planned_tier(table: Table, constraint: ParameterConstraints, kernel: str, rows: int, width: int) -> Tier | None:
+    """Where the rows of a table lie, of whose shards the largest has so many rows and columns; None is on the device.
+
+    Raises:
+        PlannerError: a setting of a cache has a value that is no good.
+    """
+    if constraint.tier is not None and not table.served:
+        return constraint.tier
+    weights = int(width * table.element_bytes)
+    row = RowBytes(table.num_embeddings, rows, weights, weights + state_bytes(table.optimizer, width))
+    try:
+        return tier_of(kernel, settings_of(constraint), row, folder="a folder for temporary files")
+    except ValueError as error:
+        raise PlannerError(f"table {table.name!r}: {error}", PlannerErrorType.INPUT_VALIDATION) from error
 
 
 def _cuts(kind: str, kernel: str, table: Table, topology: Topology, narrowest: int) -> Iterator[tuple[Way, bool]]:

@@ -15,6 +15,7 @@ of "*" hold for all tables, where a table's own do not say otherwise:
     sharding_types = ["column_wise"]
     not_on = [0]
     skew = { alpha = 1.2 }
+    tier = { slots = 0.1, below = "file", folder = "/nvme" }
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ from shardwise.untrusted import parse_json, read_regular
 
 from ..constraints import ANY, ParameterConstraints, nearest
 from ..cost.shardwise import optimizer_named
+from ..layout import Tier
 from ..tables import (
     ELEMENT_BYTES,
     Feature,
     Skew,
     Table,
 )
+from ..tiers import plain_tier, tier_from, without_functions
 
 T = TypeVar("T")
 # what sets of tables say besides, for people
@@ -150,7 +153,7 @@ def _constraint(entry: Mapping[str, Any], where: str) -> ParameterConstraints:
         "pooling_factors": _list_of(_amount), "num_poolings": _list_of(_amount), "batch_sizes": _list_of(_positive),
         "is_weighted": _truth, "enforce_hbm": _truth, "stochastic_rounding": _truth, "feature_names": _list_of(_text),
         "output_dtype": data_type_from, "device_group": _text, "use_virtual_table": _truth,
-        "ranks": _list_of(_rank), "not_on": _list_of(_rank), "same_rank": _text, "skew": _skew,
+        "ranks": _list_of(_rank), "not_on": _list_of(_rank), "same_rank": _text, "skew": _skew, "tier": tier_from,
     }  # fmt: skip
     for field in entry:
         if field in _OBJECTS:
@@ -190,6 +193,9 @@ def constraint_to(constraint: ParameterConstraints) -> dict[str, Any]:
             continue
         if isinstance(value, Skew):
             value = _plain_skew(value)
+        if isinstance(value, Tier):
+            # a file has no functions
+            value = plain_tier(without_functions(value))
         entry[field.name] = value.value if isinstance(value, DataType) else value
     return entry
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..constraints import constraint_of
 from ..cost.model import CostModel, cost_from
 from ..search.problem import (
     Assignment,
@@ -22,6 +23,7 @@ from ..search.problem import (
     Solution,
     chosen,
 )
+from ..tiers import plain_tier, without_functions
 from ..topology import (
     BasicCommsBandwidths,
     CustomTopologyData,
@@ -264,7 +266,10 @@ def _modules(planned: Planned) -> dict[str, dict[str, Any]]:
     for table, choice, starts in planned.placed():
         shards = planned.shards(table, choice, starts)
         replicated = choice.sharding_type == "data_parallel"
+        constraint = constraint_of(planned.request.constraints if planned.request else {}, table.name)
+        tier = None if constraint is None or table.served else constraint.tier
         modules.setdefault(table.module, {})[table.name] = {
+            **({} if tier is None else {"tier": plain_tier(without_functions(tier))}),
             "sharding_type": choice.sharding_type,
             "compute_kernel": choice.compute_kernel,
             "ranks": [shard.rank for shard in shards],

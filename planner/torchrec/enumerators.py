@@ -14,6 +14,7 @@ from typing import Any
 
 from ..constants import MIN_CW_DIM, POOLING_FACTOR
 from ..constraints import ParameterConstraints
+from ..layout import TIERED_KERNELS
 from ..topology import Topology
 from .perf_estimators import EmbeddingPerfEstimator
 from .sharding_option import PartitionByType, Shard, SharderDataMap, ShardingOption
@@ -71,6 +72,15 @@ def allowed_kernels(offered: Sequence[str], asked: Sequence[str] | None, has_ssd
     kernels = [kernel for kernel in offered if (kernel in asked if asked else kernel not in GUARDED_KERNELS)]
     unwanted = [*(() if has_ssd else ("key_value",)), *(("dense",) if "fused" in kernels else ())]
     return [kernel for kernel in kernels if kernel not in unwanted]
+
+
+def tiered(sharding_type: str, asked: ParameterConstraints) -> list[str]:
+    """The kernels with rows below the device that a constraint names: ours run them on a CPU too, for cut tables."""
+    return [
+        kernel
+        for kernel in TIERED_KERNELS
+        if sharding_type != "data_parallel" and kernel in (asked.compute_kernels or ())
+    ]
 
 
 def partition_by(sharding_type: str) -> PartitionByType:
@@ -242,7 +252,7 @@ class EmbeddingEnumerator(Enumerator):
         pairs = [
             (kind, kernel)
             for kind in types
-            for kernel in allowed_kernels(sharder.compute_kernels(kind, device), asked.compute_kernels, self._has_ssd)
+            for kernel in allowed_kernels(_offered(sharder, kind, device, asked), asked.compute_kernels, self._has_ssd)
         ]
         if not pairs:
             kinds = sharder.sharding_types(device)
@@ -280,6 +290,7 @@ class EmbeddingEnumerator(Enumerator):
                 feature_names=asked.feature_names,
                 output_dtype=asked.output_dtype,
                 key_value_params=copy.deepcopy(asked.key_value_params),
+                tier=asked.tier,
             )
             made.append(option)
         return made
@@ -292,6 +303,12 @@ def get_partition_by_type(sharding_type: str) -> str:
         ValueError: the type is unknown.
     """
     return partition_by(sharding_type).value
+
+
+def _offered(sharder: Any, kind: str, device: str, asked: ParameterConstraints) -> list[str]:
+    """The kernels of a sharder: one that offers "fused" runs it with rows below the device as well."""
+    offered = list(sharder.compute_kernels(kind, device))
+    return [*offered, *(k for k in tiered(kind, asked) if "fused" in offered and k not in offered)]
 
 
 def _buckets(name: str, module: Any) -> int | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ..layout import Tier
 from ..topology import Perf, Storage
 
 
@@ -114,6 +115,7 @@ class ShardingOption:
         dependency: options with the same text are placed together.
         is_pooled: bags are pooled; None looks at the module.
         num_poolings: lookups of a sample, for each feature.
+        tier: for the plan, as `ParameterConstraints`.
     """
 
     def __init__(
@@ -137,6 +139,8 @@ class ShardingOption:
         output_dtype: Any = None,
         key_value_params: Any = None,
         num_poolings: list[float] | None = None,
+        *,
+        tier: Tier | None = None,
     ) -> None:
         self.name = name
         self._tensor = tensor
@@ -157,6 +161,7 @@ class ShardingOption:
         self.output_dtype = output_dtype
         self.key_value_params = key_value_params
         self.num_poolings = num_poolings
+        self.tier = tier
         holder = module[1]
         self.is_weighted: bool | None = (
             holder.is_weighted()

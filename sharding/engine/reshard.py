@@ -20,6 +20,7 @@ from shardwise.kernels import rule_named
 from ...planner.layout import Shard, Span, TableOptions
 from ..comms.agreement import Facts, agree
 from ..comms.exchange import Exchange
+from ..plan.caches import asked_tier
 from ..plan.plan import ParameterSharding, options_of, shards_of
 from .fully_sharded import FullyShardedShards
 from .routes import Routes, Table
@@ -83,7 +84,7 @@ def reshard_by_plan(
                 else collection.states.shards[name]
             )
         ]
-        return shards, {name: options_of(placement) for name, placement in changes.items()}
+        return shards, {name: _options_of(tables[name], placement) for name, placement in changes.items()}
 
     _go_over(collection, chosen, resplit)
 
@@ -181,6 +182,13 @@ def _go_over(
         collection.shards.defers = before.defers
         collection.shards.spread()
     collection.fused_optimizer.follow_plan(collection.shards, collection.states)
+
+
+def _options_of(table: Table, sharding: ParameterSharding) -> TableOptions:
+    """What a plan says of a table."""
+    rule = None if table.optimizer is None else table.optimizer.rule
+    tier = asked_tier(sharding, table.rows, table.dim, table.dtype, rule=rule)
+    return replace(options_of(sharding), tier=tier)
 
 
 def _options(table: Table, changed: TableOptions | None) -> TableOptions:

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from shardwise.embeddings import TableShape
-from shardwise.embeddings.tiers import Backing, CachedRows, CacheSpec, FileRecords, HostRecords, policy_named
+from shardwise.embeddings.tiers import (
+    Backing,
+    CachedRows,
+    CacheSpec,
+    FileRecords,
+    HostRecords,
+    RamOverFile,
+    policy_named,
+)
 
 from ...planner.layout import Shard, Tier
 from ..comms.exchange import Exchange
@@ -43,20 +51,26 @@ def cached_rows(
     for table, shard, shape in zip(tables, shards, shapes, strict=True):
         tier = table.options.tier
         assert tier is not None
-        below = _below(tier, shard, rank, pinned=device.type == "cuda")
+        below = _below(tier, shard, table.rows, rank, pinned=device.type == "cuda")
         specs.append(CacheSpec(shape.resident, slots_of(tier, shard, table)[1], below))
     tier = tables[0].options.tier
     assert tier is not None
     return CachedRows(specs, policy_named(tier.policy, tier.half_life))
 
 
-def _below(tier: Tier, shard: Shard, rank: int, *, pinned: bool) -> Callable[[int, int], Backing]:
+def _below(tier: Tier, shard: Shard, rows: int, rank: int, *, pinned: bool) -> Callable[[int, int], Backing]:
     if callable(tier.below):
         return partial(tier.below, shard.table)
     if tier.below == "ram":
         return partial(HostRecords, pinned=pinned)
-    # ranks of one host have files of their own, and so have the tables of a rank; another job in this folder does not
-    return partial(FileRecords, folder=str(tier.folder), name=f"{shard.table}.{rank}.{next(_files)}")
+    ram_rows = Tier.rows_of(tier.ram_rows, shard.rows[1] - shard.rows[0], (shard.rows[1] - shard.rows[0]) / rows)
+
+    def over_file(rows: int, record_bytes: int) -> Backing:
+        # ranks of one host have files of their own, and so have the tables of a rank; another job in this folder not
+        file = FileRecords(rows, record_bytes, str(tier.folder), name=f"{shard.table}.{rank}.{next(_files)}")
+        return file if ram_rows is None else RamOverFile(file, rows, record_bytes, ram_rows=ram_rows, pinned=pinned)
+
+    return over_file
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ class BehindMapsSharder(CollectionSharder[M], Generic[M, S]):
             )
         inner, where = self._collection_of(module), torch.device(device or "cpu")
         sharder = self._e_sharder if type(inner) is self._e_sharder.module_type else _sharder_of(inner, self)
-        shards, options = sharder._cut(inner, params, env, module_fqn)
+        shards, options = sharder._cut(inner, params, env, module_fqn, where)
         maps, id_maps = self._shard_maps(module, shards, env, where, module_fqn)
         collection = sharder._build(inner, shards, env, where, options, id_maps=id_maps)
         make: Any = self._sharded_type

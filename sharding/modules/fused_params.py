@@ -1,13 +1,14 @@
 """What `fused_params` of a sharder say of tables that train, in FBGEMM's words: obeyed, refused, or named in a warning.
 
-An optimizer and its numbers, what of a table's lookups a plan sets too, and how FBGEMM stores rows. Here rows lie in
-the memory of their device: settings of caches and stores change nothing, those that would change a number are refused.
+An optimizer and its numbers, what of a table's lookups a plan sets too, and how FBGEMM stores rows: of that the size
+of caches and the folder of files count where a table's compute kernel asks for them (`shardwise.planner.tiers`), and
+the rest changes nothing. What would change a number and has no rule is refused.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +25,12 @@ from shardwise.embeddings import (
 )
 from shardwise.embeddings.optim.fbgemm_types import require_location
 
-from ...planner.layout import BOUNDS_CHECKS, TRAINED_TYPES, TableOptions, bounds_check_name, type_name
+from ...planner.layout import BOUNDS_CHECKS, TRAINED_TYPES, TableOptions, Tier, bounds_check_name, type_name
+from ...planner.tiers import FUSED_WORDS, CacheSettings, idle_settings, settings_from_fused, settings_of
+from ..engine.settings import dtype_named
 from ..engine.tables import Mark
+from ..plan.caches import asked_tier
+from ..plan.plan import ParameterSharding
 
 # a table without an optimizer, as TorchRec has it
 DEFAULT_OPTIMIZER: Mark = (torch.optim.SGD, {"lr": 0.01})
@@ -59,15 +64,16 @@ _COMMON = (
 _NUMBERS = ("eps", "beta1", "beta2", "momentum", "eta", "initial_accumulator_value")
 # what of a table's lookups they set, besides the optimizer
 _OF_LOOKUPS = ("output_dtype", "bounds_check_mode", "weights_precision", "location")
+# of tables with rows below their device; prefetch_pipeline is the pipeline's to do
+_OF_CACHES = (*FUSED_WORDS, "prefetch_pipeline")
 # settings of caches, stores and kernels: no number depends on them
 _IDLE = (
-    "cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision", "enforce_hbm",
     "record_cache_metrics", "gather_uvm_cache_stats", "uvm_non_rowwise_momentum", "uvm_host_mapped",
-    "use_experimental_tbe", "prefetch_pipeline", "multipass_prefetch_config", "stats_reporter_config",
+    "use_experimental_tbe", "multipass_prefetch_config", "stats_reporter_config",
     "tbe_input_multiplexer_config", "embedding_table_index_type", "embedding_table_offset_type",
-    "preallocated_host_buffers", "use_one_tbe_per_table", "embedding_cache_mode", "ssd_storage_directory",
+    "preallocated_host_buffers", "use_one_tbe_per_table", "embedding_cache_mode",
     "ssd_rocksdb_write_buffer_size", "ssd_rocksdb_shards", "gather_ssd_cache_stats", "use_passed_in_path",
-    "l2_cache_size", "max_l1_cache_size", "enable_async_update", "bulk_init_chunk_size", "lazy_bulk_init_enabled",
+    "enable_async_update", "bulk_init_chunk_size", "lazy_bulk_init_enabled",
     "kvzch_tbe_config", "load_ckpt_without_opt", "ps_hosts", "ps_client_thread_num", "ps_max_key_per_request",
     "ps_max_local_index_length", "__register_tbes_in_named_modules", "__register_quant_state_dict_split_scale_bias",
     "__register_tbe_row_alignment", "__register_tbe_bounds_check_mode", "__register_lengths_to_offsets_lookup",
@@ -94,7 +100,14 @@ _REFUSED = {
     ),
 }
 # all that fused_params may be asked for
-SETTINGS = ("optimizer", "learning_rate", "max_norm", *_COMMON, *_NUMBERS, *_OF_LOOKUPS, *_IDLE, *_REFUSED)
+SETTINGS = (
+    *("optimizer", "learning_rate", "max_norm"),
+    *(*_COMMON, *_NUMBERS, *_OF_LOOKUPS, *_OF_CACHES, *_IDLE, *_REFUSED),
+)
+
+
+# a location of tables -> the compute kernel of those that say "fused"
+_KERNELS = {"MANAGED": "fused_uvm", "MANAGED_CACHING": "fused_uvm_caching"}
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,9 @@ class FusedSettings:
     # settings of the optimizer that were given
     given: frozenset[str] = frozenset()
     location: Any = None
+    caches: CacheSettings = CacheSettings()
+    # settings of caches that were given
+    of_caches: tuple[str, ...] = ()
 
     def options_of(self, table: str, mark: Mark | None) -> TableOptions:
         """The same of one table; `mark` is the optimizer that it brings, whose own settings count instead."""
@@ -120,6 +136,47 @@ class FusedSettings:
                 stacklevel=4,
             )
         return replace(self.options, stochastic_rounding=None) if "stochastic_rounding" in kept else self.options
+
+    def type_of(self, table: torch.Tensor, options: TableOptions) -> torch.dtype:
+        """The type of a table's rows."""
+        return table.dtype if options.weights_precision is None else dtype_named(options.weights_precision)
+
+    def tier_of(
+        self, name: str, sharding: ParameterSharding, table: torch.Tensor, mark: Mark | None, options: TableOptions
+    ) -> Tier | None:
+        """Where the rows of a table lie by its plan, and where that says nothing by these; None is on the device.
+
+        Raises:
+            ValueError: a setting of a cache has a value that is no good.
+        """
+        dtype = self.type_of(table, options)
+        kernel = sharding.compute_kernel
+        if kernel in ("fused", "fused_triton"):
+            kernel = _KERNELS.get(getattr(self.location, "name", ""), kernel)
+        rule = None if mark is None else optimizer_spec(*mark, table=name).rule
+        try:
+            tier = asked_tier(
+                sharding, table.shape[0], table.shape[1], dtype, kernel=kernel, fused=self.caches, rule=rule
+            )
+        except ValueError as error:
+            raise ValueError(f"table {name!r}: {error}") from error
+        if tier is not None and sharding.tier is None:
+            for what, reason in idle_settings(sharding, str(dtype)).items():
+                warnings.warn(f"the plan's {what} (table {name!r}) has no effect: {reason}", stacklevel=5)
+        return tier
+
+    def warn_of_caches(self, options: Iterable[TableOptions]) -> None:
+        """Name the settings of caches, where no table has one."""
+        if self.of_caches and all(table.tier is None for table in options):
+            warnings.warn(
+                f"fused_params: {', '.join(self.of_caches)} have no effect: the plan has no table with rows below its"
+                " device (compute kernels fused_uvm, fused_uvm_caching and key_value)",
+                stacklevel=4,
+            )
+
+    def reserved_of(self, sharding: ParameterSharding) -> int:
+        """Bytes of a GPU that the cache of a table leaves free."""
+        return settings_of(sharding).over(self.caches).reserved_bytes or 0
 
     def require_device(self, device: torch.device) -> None:
         """Raise ValueError where rows on this device cannot lie where they are to."""
@@ -139,6 +196,7 @@ def settings_from(fused_params: Mapping[str, Any], *, stacklevel: int = 2) -> Fu
     given = {"lr" if name == "learning_rate" else name: value for name, value in fused_params.items()}
     asked = given.pop("optimizer", "SGD")
     lookups = {name: given.pop(name) for name in _OF_LOOKUPS if name in given}
+    caches = {name: value for name in _OF_CACHES if (value := given.pop(name, None))}
     if isinstance(asked, type) and issubclass(asked, torch.optim.Optimizer):
         name, kind, reads = asked.__name__, asked, tuple(given)
     else:
@@ -160,7 +218,10 @@ def settings_from(fused_params: Mapping[str, Any], *, stacklevel: int = 2) -> Fu
     mark[1].setdefault("lr", DEFAULT_OPTIMIZER[1]["lr"])
     optimizer_spec(*mark, table="(fused_params)")
     options = replace(_options(lookups), stochastic_rounding=given.get("stochastic_rounding"))
-    return FusedSettings(mark, options, frozenset(given), _location(lookups.get("location")))
+    return FusedSettings(
+        mark, options, frozenset(given), _location(lookups.get("location")), settings_from_fused(caches),
+        tuple(sorted(caches)),
+    )  # fmt: skip
 
 
 def name_an_optimizer(fused_params: Mapping[str, Any] | None) -> bool:
@@ -203,7 +264,7 @@ def _options(lookups: Mapping[str, Any]) -> TableOptions:
 
 
 def _location(asked: Any) -> Any:
-    """Where rows are to lie: on the device of the shards, or on the host where that is the device."""
+    """Where rows are to lie: on the device of the shards or below it, or on the host where that is the device."""
     if asked is not None:
         if not hasattr(asked, "name"):
             raise ValueError(f"fused_params: location must be an EmbeddingLocation, got {asked!r}")

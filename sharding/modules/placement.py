@@ -29,6 +29,7 @@ from ..comms.agreement import (
 from ..comms.env import ShardingEnv
 from ..comms.exchange import Exchange
 from ..engine.collection import ShardedCollection
+from ..plan.caches import describe
 from ..plan.device_fallback import PLANNED_ON
 from ..plan.module_sharder import ModuleSharder, require_tables
 from ..plan.plan import (
@@ -275,6 +276,7 @@ def plan_cuts(
         for name, param in params.items():
             cuts |= facts_of_shards(shards_of(name, of_module[name], param.shape[0], param.shape[1], world_size))
             cuts |= facts_of(options_of(of_module[name]), f"table {name!r}")
+            cuts |= {f"tier of table {name!r}": described} if (described := describe(of_module[name])) else {}
     return cuts
 
 

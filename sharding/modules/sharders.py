@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,13 +21,14 @@ from shardwise.embeddings import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
 )
-from shardwise.embeddings.optim.optimizers import optimizer_of
+from shardwise.embeddings.optim.optimizers import optimizer_of, optimizer_spec
 
 from ...planner.layout import CAPABILITIES, Shard, TableOptions
 from ..comms.env import ShardingEnv
 from ..engine.collection import ShardedCollection
 from ..engine.id_map import IdMap
 from ..engine.tables import Mark
+from ..plan.caches import record_bytes, within_memory
 from ..plan.module_sharder import (
     M,
     ModuleSharder,
@@ -123,8 +125,9 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
             TypeError: the module is not of class `module_type`.
             ValueError: the plan does not fit the module.
         """
-        shards, options = self._cut(module, params, env, module_fqn)
-        sharded = self._build(module, shards, env, torch.device(device or "cpu"), options)
+        where = torch.device(device or "cpu")
+        shards, options = self._cut(module, params, env, module_fqn, where)
+        sharded = self._build(module, shards, env, where, options)
         sharded._module_fqn = module_fqn
         return sharded
 
@@ -140,8 +143,9 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         return sharded_module
 
     def _cut(
-        self, module: nn.Module, params: Mapping[str, ParameterSharding], env: ShardingEnv, module_fqn: str | None
-    ) -> tuple[list[Shard], dict[str, TableOptions]]:
+        self, module: nn.Module, params: Mapping[str, ParameterSharding], env: ShardingEnv, module_fqn: str | None,
+        device: torch.device,
+    ) -> tuple[list[Shard], dict[str, TableOptions]]:  # fmt: skip
         """The shards of a module's plan, and how they work together. Raises as `shard`."""
         require_type(self, module)
         sizes = {config.name: (config.num_embeddings, config.embedding_dim) for config in tables_of(module)}
@@ -150,11 +154,43 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
             shard for name, size in sizes.items() for shard in shards_of(name, params[name], *size, env.world_size)
         ]
         tables = BaseEmbeddingSharder.shardable_parameters(self, cast(M, module))
-        return shards, {name: self._options_of(name, params[name], tables[name]) for name in sizes}
+        options = {name: self._options_of(name, params[name], tables[name]) for name in sizes}
+        self._settings.warn_of_caches(options.values())
+        reserved = {name: self._settings.reserved_of(params[name]) for name in sizes if options[name].tier is not None}
+        if any(reserved.values()):
+            options = self._leave_free(reserved, shards, options, tables, device)
+        return shards, options
+
+    def _leave_free(
+        self, reserved: Mapping[str, int], shards: Sequence[Shard], options: Mapping[str, TableOptions],
+        tables: Mapping[str, torch.Tensor], device: torch.device,
+    ) -> dict[str, TableOptions]:  # fmt: skip
+        """The options with as few slots as leave so many bytes of a GPU free."""
+        if device.type != "cuda":
+            named = ", ".join(repr(name) for name, size in reserved.items() if size)
+            warnings.warn(
+                f"cache_params.reserved_memory of tables {named} has no effect: a {device.type} has no memory of its"
+                " own",
+                stacklevel=4,
+            )
+            return dict(options)
+
+        def row_bytes(name: str, width: int) -> int:
+            mark = optimizer_of(tables[name]) or self._default_optimizer
+            rule = optimizer_spec(*mark, table=name).rule
+            return record_bytes(width, self._settings.type_of(tables[name], options[name]), rule)
+
+        tiers = {name: table.tier for name, table in options.items()}
+        total = torch.cuda.mem_get_info(device)[1]
+        fitted = within_memory(tiers, reserved, shards, row_bytes, total)
+        return {name: replace(table, tier=fitted[name]) for name, table in options.items()}
 
     def _options_of(self, name: str, sharding: ParameterSharding, table: torch.Tensor) -> TableOptions:
         """What a table's plan says of it, and where it says nothing the `fused_params`."""
-        return options_of(sharding).over(self._settings.options_of(name, optimizer_of(table)))
+        mark = optimizer_of(table)
+        options = options_of(sharding).over(self._settings.options_of(name, mark))
+        tier = self._settings.tier_of(name, sharding, table, mark or self._default_optimizer, options)
+        return replace(options, tier=tier)
 
     def _build(
         self,

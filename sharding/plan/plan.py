@@ -7,9 +7,10 @@ A file is JSON that `ShardingPlan.save` and `shardwise plan` write, that people 
                                     "shards": [{"shard_offsets", "shard_sizes", "placement"}]}}},
      "about": {...}}
 
-A table may have `reduction`, `row_state`, `enforce_hbm`, `stochastic_rounding`, `output_dtype` and `bounds_check_mode`
-too. `about` is what the writer has to say of the plan: nothing of it is needed to train. A plan has no checksum: it is
-made to be edited, says where work is done and no number of a table, and is checked to hold together when it is read.
+A table may have `reduction`, `row_state`, `enforce_hbm`, `stochastic_rounding`, `output_dtype`, `bounds_check_mode`,
+`tier`, `cache_params` and `key_value_params` too. `about` is what the writer has to say of the plan: nothing of it is
+needed to train. A plan has no checksum: it is made to be edited, says where work is done and no number of a table, and
+is checked to hold together when it is read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +46,15 @@ from ...planner.layout import (
     TRAINED_SETTINGS,
     Shard,
     TableOptions,
+    Tier,
     bounds_check_name,
     check_settings,
     data_parallel as data_parallel_shards,
     type_name,
 )
+from ...planner.tiers import plain_tier, tier_from
 from ..comms.env import get_local_size
+from .caches import CacheParams as CacheParams, KeyValueParams, describe, lost_params, read_params, written_params
 
 
 class ShardingType(Enum):
@@ -91,19 +96,6 @@ _CUT_BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
 _CUT_BY_COLUMNS = ("column_wise", "table_column_wise", "grid_shard")
 
 
-@dataclass(unsafe_hash=True)
-class CacheParams:
-    """How TorchRec caches a table whose rows are on the host. Plans keep it; a warning says that it has no effect."""
-
-    algorithm: Any = None
-    load_factor: float | None = None
-    reserved_memory: float | None = None
-    precision: DataType | None = None
-    prefetch_pipeline: bool | None = None
-    stats: Any = field(default=None, hash=False)
-    multipass_prefetch_config: Any = None
-
-
 @dataclass(repr=False)
 class ParameterSharding:
     """Where one table goes: its sharding type and kernel by value, its ranks, and the exact cut.
@@ -115,10 +107,12 @@ class ParameterSharding:
         cache_params, enforce_hbm, stochastic_rounding, bounds_check_mode, output_dtype, key_value_params: as TorchRec
             has them; `shards_of` says which are served.
         reduction, row_state: as `TableOptions`, for tables cut by rows and by columns; None is the default.
+        tier: where rows lie that are not on the device, whatever the kernel says; None is that it says so.
 
     Raises:
         ValueError: the type, the kernel or an option is unknown, a cut table has no `sharding_spec` or a replicated one
-            has, or an option says something of a cut that the type does not make.
+            has, an option says something of a cut that the type does not make, or a tier is given to a table that
+            trains by its gradient.
     """
 
     sharding_type: str
@@ -133,6 +127,7 @@ class ParameterSharding:
     key_value_params: object | None = None
     reduction: str | None = field(default=None, kw_only=True)
     row_state: str | None = field(default=None, kw_only=True)
+    tier: Tier | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.compute_kernel = _KERNEL_ALIASES.get(self.compute_kernel, self.compute_kernel)
@@ -154,6 +149,10 @@ class ParameterSharding:
         ):
             if option is not None and self.sharding_type not in types:
                 raise ValueError(f"{what}={option!r} is for {', '.join(types)}: this table is {self.sharding_type}")
+        if self.tier is not None and self.compute_kernel == EmbeddingComputeKernel.DENSE.value and not replicated:
+            raise ValueError(
+                f"tier={self.tier} is for tables with an optimizer in the backward: compute_kernel 'fused'"
+            )
 
     def __repr__(self) -> str:
         # TorchRec's text, to which our own fields are added where they say something
@@ -162,7 +161,7 @@ class ParameterSharding:
 
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
-    """Table name -> `ParameterSharding`; prints as two tables."""
+    """Table name -> `ParameterSharding`; prints as two tables, and a third of where rows lie if some are below."""
 
     def __str__(self) -> str:
         where = [
@@ -175,7 +174,9 @@ class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
             for shard in (sharding.sharding_spec.shards if sharding.sharding_spec else ())
         ]
         tables = _columns(("param", "sharding type", "compute kernel", "ranks"), where)
-        return f"\n\n{tables}\n\n{_columns(('param', 'shard offsets', 'shard sizes', 'placement'), cuts)}"
+        tiers = [(name, words) for name, sharding in self.items() if (words := describe(sharding))]
+        below = f"\n\n{_columns(('param', 'tier'), tiers)}" if tiers else ""
+        return f"\n\n{tables}\n\n{_columns(('param', 'shard offsets', 'shard sizes', 'placement'), cuts)}{below}"
 
     def _serialize(self) -> dict[str, Any]:
         """The plan as dicts, lists, strings and numbers."""
@@ -259,7 +260,7 @@ def tables_of(module: nn.Module) -> Sequence[EmbeddingBagConfig | EmbeddingConfi
 
 
 def options_of(sharding: ParameterSharding) -> TableOptions:
-    """How the shards that a `ParameterSharding` describes work together.
+    """How the shards that a `ParameterSharding` describes work together; `caches.asked_tier` says what tier they have.
 
     Raises:
         ValueError: `reduction`, `row_state`, `output_dtype` or `bounds_check_mode` is unknown.
@@ -278,8 +279,7 @@ def options_of(sharding: ParameterSharding) -> TableOptions:
 def shards_of(name: str, sharding: ParameterSharding, rows: int, dim: int, world_size: int) -> list[Shard]:
     """The shards that a `ParameterSharding` describes, empty ones included; `layout.validate` checks the cut.
 
-    `cache_params`, `key_value_params` and `enforce_hbm=False` only say where rows are kept: a warning says that they
-    stay on the device.
+    A warning names settings of where rows are kept that the kernel does not read.
 
     Raises:
         ValueError: a shard's placement names no rank, `ranks` says otherwise than the shards, the kernel is none of
@@ -322,7 +322,10 @@ def _plain(sharding: ParameterSharding) -> dict[str, Any]:
     described = _described(sharding)
     if sharding.sharding_spec is None:
         del described["shards"]
-    ours = {"reduction": sharding.reduction, "row_state": sharding.row_state}
+    ours: dict[str, Any] = {"reduction": sharding.reduction, "row_state": sharding.row_state}
+    if sharding.tier is not None:
+        plain = plain_tier(sharding.tier)
+        ours["tier"] = str(sharding.tier) if plain is None else plain
     return {**described, **{what: value for what, value in ours.items() if value is not None}}
 
 
@@ -361,9 +364,11 @@ _OPTIONAL: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "stochastic_rounding": (bool, bool),
     "output_dtype": (type_name, DataType),
     "bounds_check_mode": (lambda mode: mode.name, lambda name: BoundsCheckMode[name]),
+    # of these a file has what is plain data
+    "tier": (plain_tier, tier_from),
+    "cache_params": (written_params, partial(read_params, CacheParams)),
+    "key_value_params": (written_params, partial(read_params, KeyValueParams)),
 }
-# what has no effect where rows lie in the memory of the device, and is no plain data
-_UNWRITTEN = ("cache_params", "key_value_params")
 
 
 def plan_to_json(plan: ShardingPlan, world_size: int, local_world_size: int) -> dict[str, Any]:
@@ -402,7 +407,7 @@ def save_plan(plan: ShardingPlan, path: str | os.PathLike[str], world_size: int,
         # what the planner knows, so that `shardwise plan` can explain the plan and change it
         data["about"] |= about()
     for name, sharding in ((name, sharding) for tables in plan.plan.values() for name, sharding in tables.items()):
-        if lost := [what for what in _UNWRITTEN if getattr(sharding, what) is not None]:
+        if lost := _lost(sharding):
             warnings.warn(f"table {name!r}: the file of a plan has no {' and no '.join(lost)}", stacklevel=4)
     Path(path).write_text(json.dumps(data, indent=1) + "\n")
 
@@ -456,9 +461,18 @@ def plan_from_json(data: Any, where: str) -> ShardingPlan:
 def _written(sharding: ParameterSharding) -> dict[str, Any]:
     written = _described(sharding)
     for what, (write, _) in _OPTIONAL.items():
-        if (value := getattr(sharding, what)) is not None:
+        value = getattr(sharding, what)
+        if value is not None and what not in _lost(sharding):
             written[what] = write(value)
     return written
+
+
+def _lost(sharding: ParameterSharding) -> list[str]:
+    """What of a table's settings is no plain data, so that a file does not have it."""
+    lost = ["tier"] if sharding.tier is not None and plain_tier(sharding.tier) is None else []
+    for what in ("cache_params", "key_value_params"):
+        lost += [f"{what}.{name}".rstrip(".") for name in lost_params(getattr(sharding, what))]
+    return lost
 
 
 def _read(name: str, data: Any, world: int) -> ParameterSharding:
@@ -472,7 +486,8 @@ def _read(name: str, data: Any, world: int) -> ParameterSharding:
             try:
                 more[what] = read(data[what])
             except (KeyError, ValueError) as error:
-                raise ValueError(f"{what} {data[what]!r} is unknown") from error
+                reason = f": {error}" if isinstance(data[what], dict) else ""
+                raise ValueError(f"{what} {data[what]!r} is unknown{reason}") from error
     for what in ("sharding_type", "compute_kernel"):
         if not isinstance(data[what], str):
             raise ValueError(f"{what} must be a string, got {data[what]!r}")

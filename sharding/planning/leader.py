@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from shardwise.errors import REFUSALS
 from shardwise.planner.errors import PlannerError, PlannerErrorType
+from shardwise.planner.tiers import without_functions
 
 from ..comms.consensus import ErrorCodec, ErrorKind, value_or_error
 from ..comms.env import get_local_size
 from ..comms.exchange import Exchange
-from ..plan.plan import ShardingPlan, plan_from_json, plan_to_json
+from ..plan.plan import EmbeddingModuleShardingPlan, ShardingPlan, plan_from_json, plan_to_json
 
 _ERRORS = ErrorCodec(
     [
@@ -57,4 +58,18 @@ def as_json(plan: ShardingPlan, ranks: int) -> dict[str, Any]:
     # nobody may want the best bound, which takes longer than the plan
     at_once = getattr(plan.explanation, "at_once", None)
     explained = plan if at_once is None else replace(plan, explanation=at_once())
-    return plan_to_json(explained, world_size, plan.local_world_size or get_local_size(world_size))
+    # functions do not travel as text, and every rank was given them
+    modules = {
+        path: EmbeddingModuleShardingPlan(
+            {
+                name: sharding if sharding.tier is None else replace(sharding, tier=without_functions(sharding.tier))
+                for name, sharding in of_module.items()
+            }
+        )
+        if isinstance(of_module, EmbeddingModuleShardingPlan)
+        else of_module
+        for path, of_module in explained.plan.items()
+    }
+    return plan_to_json(
+        replace(explained, plan=modules), world_size, plan.local_world_size or get_local_size(world_size)
+    )

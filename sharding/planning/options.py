@@ -71,6 +71,7 @@ def options_of(
                 output_dtype=constraint.output_dtype,
                 key_value_params=constraint.key_value_params,
                 num_poolings=[feature.num_poolings for feature in table.features],
+                tier=constraint.tier,
             )
         )
     return options
@@ -119,6 +120,7 @@ def to_sharding_plan(sharding_options: Sequence[ShardingOption], topology: Topol
             option.bounds_check_mode,
             option.output_dtype,
             option.key_value_params,
+            tier=option.tier,
         )
     return ShardingPlan(plan, world_size=topology.world_size, local_world_size=local)
 
@@ -224,7 +226,7 @@ def _with_shards(option: ShardingOption, shards: list[Shard]) -> ShardingOption:
         option.name, option.tensor, option.module, option.input_lengths, option.batch_size, option.sharding_type,
         option.partition_by, option.compute_kernel, shards, option.cache_params, option.enforce_hbm,
         option.stochastic_rounding, option.bounds_check_mode, option.dependency, option.is_pooled,
-        option.feature_names, option.output_dtype, option.key_value_params, option.num_poolings,
+        option.feature_names, option.output_dtype, option.key_value_params, option.num_poolings, tier=option.tier,
     )  # fmt: skip
 
 

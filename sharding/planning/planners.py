@@ -183,6 +183,9 @@ class EmbeddingPlannerBase(ABC):
                 # what does not travel as text, and every rank was given
                 constraint = constraint_of(self._constraints or {}, name) or ParameterConstraints()
                 sharding.cache_params, sharding.key_value_params = constraint.cache_params, constraint.key_value_params
+                if (tier := sharding.tier) is not None and constraint.tier is not None:
+                    chosen = {what: getattr(tier, what) for what in ("slots", "max_slots", "ram_rows")}
+                    sharding.tier = replace(constraint.tier, **chosen)
         return plan
 
     def hash_planner_context_inputs(self) -> int:

@@ -7,7 +7,7 @@ feature; whatever else a sharder places is replicated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from shardwise.planner.search.problem import Choice
 from shardwise.planner.tables import Feature, Table
 from shardwise.planner.topology import Topology
 
-from ...planner.layout import CAPABILITIES
+from ...planner.layout import CAPABILITIES, TIERED_KERNELS
 from ..modules.placement import collections_in, find_modules
 from ..modules.sharders import BaseEmbeddingSharder
 from ..plan.module_sharder import ModuleSharder
@@ -137,12 +137,11 @@ class OfModel:
         if not isinstance(table, ModelTable):
             return self._cost.ways(table, constraint)
         asked = constraint if "fused" in _cut_kernels(table) else _offered(table, constraint)
-        ways = [way for way in self._cost.ways(table, asked) if (way.sharding_type, way.compute_kernel) in table.ways]
+        ways = _known(table, self._cost.ways(table, asked), constraint)
         if ways or asked is not constraint:
             return ways
         # cuts into one part are left out beside plainer ways, which this sharder may not offer
-        ways = list(self._cost.ways(table, _offered(table, constraint)))
-        return [way for way in ways if (way.sharding_type, way.compute_kernel) in table.ways]
+        return _known(table, self._cost.ways(table, _offered(table, constraint)), constraint)
 
     def price(self, table: Table, way: Way) -> Choice:
         """As `cost`."""
@@ -155,6 +154,14 @@ class OfModel:
     def at(self, topology: Topology, batch_size: int) -> OfModel:
         """The same for other machines."""
         return OfModel(at(self._cost, topology, batch_size))
+
+
+def _known(table: ModelTable, ways: Iterable[Way], constraint: ParameterConstraints | None) -> list[Way]:
+    """Those that the table's sharder has; with rows below the device only where they are asked for, or all there is."""
+    known = [way for way in ways if (way.sharding_type, way.compute_kernel) in table.ways]
+    named = (constraint.compute_kernels if constraint else None) or ()
+    wanted = [way for way in known if way.compute_kernel not in TIERED_KERNELS or way.compute_kernel in named]
+    return wanted or known
 
 
 def _cut_kernels(table: ModelTable) -> set[str]:

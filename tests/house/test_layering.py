@@ -29,7 +29,7 @@ OURS: dict[str, set[str]] = {
     "fbgemm": {"embeddings", "jagged", "kernels"},
     "planner": {"embeddings.config"},
     # of the planner the plain data about where tables go; its planning and `DistributedModelParallel` ask the planner
-    "sharding": {"embeddings", "jagged", "kernels", "planner.layout"},
+    "sharding": {"embeddings", "jagged", "kernels", "planner.layout", "planner.tiers"},
     "models": {"jagged", "embeddings", "data"},
     "data": {"jagged", "embeddings"},
     "inference": {"kernels", "jagged", "embeddings", "sharding", "planner"},
@@ -79,6 +79,7 @@ ROOMS: dict[str, set[str]] = {
     "fbgemm/tables": {"fbgemm"},
     "jagged/compiled": {"jagged"},
     "kernels/cpu": {"kernels"},
+    "kernels/files": {"kernels", "kernels/cpu"},
     "kernels/jagged": {"kernels", "kernels/cpu", "kernels/lookup"},
     "kernels/lookup": {"kernels", "kernels/cpu"},
     "kernels/quantized": {"kernels", "kernels/cpu"},

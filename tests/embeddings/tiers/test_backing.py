@@ -16,6 +16,7 @@ ROWS, BYTES = 1000, 48
 BACKINGS: dict[str, Callable[[int, int, Path], Backing]] = {
     "host": lambda rows, size, folder: HostRecords(rows, size),
     "file": lambda rows, size, folder: FileRecords(rows, size, folder, name="user"),
+    "mapped file": lambda rows, size, folder: FileRecords(rows, size, folder, name="user", how="mmap"),
 }
 all_backings = pytest.mark.parametrize("make", BACKINGS.values(), ids=BACKINGS)
 

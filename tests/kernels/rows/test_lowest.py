@@ -93,6 +93,16 @@ def test_what_is_held_is_never_picked(where: torch.device) -> None:
 
 
 @pytest.mark.parametrize("device", UPDATES)
+def test_tables_of_several_chunks_are_picked_from_in_order(where: torch.device) -> None:
+    """Interpreted, a program has 64 slots."""
+    generator = random.Random(5)
+    for top in (3, 1 << 20):
+        *tensors, capacity = inputs(generator, [150, 3, 70], top, 0.2)
+        got = lowest(*[tensor.to(where) for tensor in tensors], capacity)
+        assert got.tolist() == sorted_first(*tensors, capacity)
+
+
+@pytest.mark.parametrize("device", UPDATES)
 def test_no_slots_and_no_tables_are_ordinary(where: torch.device) -> None:
     none = torch.zeros(0, dtype=torch.int32, device=where)
     zero, nothing = torch.zeros(1, dtype=torch.int64, device=where), torch.zeros(0, dtype=torch.int64, device=where)

@@ -18,12 +18,12 @@ from shardwise import DataType, ShardingEnv
 from shardwise.kernels import rule_named
 from shardwise.perf.compile.compiled import TARGETS
 from shardwise.planner.constants_measured import CARDS, NUMBERS, OFFERED, Constants, card_named
-from shardwise.planner.cost.shardwise import STATES, ShardwiseCost, block_bytes, distinct_ids, shares, step_bytes
+from shardwise.planner.cost.shardwise import ShardwiseCost, block_bytes, distinct_ids, shares, step_bytes
 from shardwise.planner.cost.ways import Way, ways_of
 from shardwise.planner.layout import split_rows
 from shardwise.planner.plan.planning import plan_tables
 from shardwise.planner.search.problem import PARTS, Choice
-from shardwise.planner.tables import Feature, Skew, Table
+from shardwise.planner.tables import STATES, Feature, Skew, Table
 from shardwise.planner.topology import Topology
 from shardwise.sharding.calibration.calibrate import way_of
 from shardwise.sharding.calibration.trial import Placed, Step
