@@ -52,10 +52,10 @@ def add_cache(commands: click.Group) -> None:
         """Record which rows a loader's batches want, and simulate caches of tables larger than the device.
 
         Examples:
-          shardwise cache record clicks.npz --loader data.py:batches --model train.py:make
-          shardwise cache simulate clicks.npz --slots 10% --slots item=5% --ahead 32
-          shardwise cache simulate clicks.npz --plan plan.json --html caches.html
-          shardwise cache simulate --tables tables.json --batch-size 4096 --slots 10%
+          shardwise cache record t.npz --loader data.py:batches ...
+          shardwise cache simulate t.npz --slots 10% --ahead 32
+          shardwise cache simulate t.npz --plan p.json --html a.html
+          shardwise cache simulate --tables tables.json --slots 5%
         """
 
     @cache.command()

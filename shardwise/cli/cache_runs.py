@@ -5,9 +5,10 @@ A trace is read once, whatever its length: each range of rows has one cache that
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,21 +79,20 @@ def batches_of(loader: str) -> Iterable[Any]:
     return given  # type: ignore[no-any-return]
 
 
-def guarded(batches: Iterable[Any], loader: str, tell: Callable[[int], None]) -> Iterable[Any]:
+def guarded(batches: Iterable[Any], loader: str, tell: Callable[[int], None]) -> Iterator[Any]:
     """The batches, whose loader's own errors are told as such; `tell` hears how many there were."""
-    with redirect_stdout(sys.stderr):
-        iterator = iter(batches)
-        count = 0
-        while True:
-            try:
+    iterator = iter(batches)
+    for count in itertools.count(1):
+        try:
+            # what a user's loader prints is no part of the output
+            with redirect_stdout(sys.stderr):
                 batch = next(iterator)
-            except StopIteration:
-                return
-            except (Exception, SystemExit) as error:
-                raise failed(loader, error, "--loader") from error
-            count += 1
-            tell(count)
-            yield batch
+        except StopIteration:
+            return
+        except (Exception, SystemExit) as error:
+            raise failed(loader, error, "--loader") from error
+        tell(count)
+        yield batch
 
 
 def traced_tables(tables: Sequence[Table], only: Sequence[str]) -> list[LookedUp]:
