@@ -196,7 +196,7 @@ def settings_from(fused_params: Mapping[str, Any], *, stacklevel: int = 2) -> Fu
     given = {"lr" if name == "learning_rate" else name: value for name, value in fused_params.items()}
     asked = given.pop("optimizer", "SGD")
     lookups = {name: given.pop(name) for name in _OF_LOOKUPS if name in given}
-    caches = {name: value for name in _OF_CACHES if (value := given.pop(name, None))}
+    caches = {name: given.pop(name) for name in _OF_CACHES if name in given}
     if isinstance(asked, type) and issubclass(asked, torch.optim.Optimizer):
         name, kind, reads = asked.__name__, asked, tuple(given)
     else:
@@ -220,7 +220,7 @@ def settings_from(fused_params: Mapping[str, Any], *, stacklevel: int = 2) -> Fu
     options = replace(_options(lookups), stochastic_rounding=given.get("stochastic_rounding"))
     return FusedSettings(
         mark, options, frozenset(given), _location(lookups.get("location")), settings_from_fused(caches),
-        tuple(sorted(caches)),
+        tuple(sorted(name for name, value in caches.items() if value)),
     )  # fmt: skip
 
 
