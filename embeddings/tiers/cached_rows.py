@@ -112,6 +112,8 @@ class CachedRows:
         self._transfers = Transfers("rows below")
         # batches that were resolved so far
         self._resolved = 0
+        # what that was at the last prefetch without room
+        self._stalled = -1
 
     def attach(self, group: TableGroup) -> None:
         """As `RowStore.attach`."""
@@ -223,7 +225,9 @@ class CachedRows:
             if slots <= most:
                 continue
             if self.residency.leases:
-                self.counts[t].stalls += 1
+                # one prefetch, however often it asks
+                self.counts[t].stalls += self._stalled != self._resolved
+                self._stalled = self._resolved
                 raise NoFreeSlots(f"table {shape.name!r}: {slots} slots are needed beside those of batches under way")
             gib = slots * self.layouts[t].bytes / 2**30
             raise ValueError(

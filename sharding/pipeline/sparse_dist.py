@@ -351,10 +351,10 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     rows of a batch beside those that are held, they come a step later, or in the lookup.
 
     Args as `TrainPipelineSparseDist`; `pipeline_postproc` is True by default; and:
-        ahead: batches beyond the one that trains whose ids are here, and of which stores know: rows that these need
-            soonest stay on the device. 0 tells stores nothing. The first step waits for so many batches and two more;
-            an iterator with a method `at_hand()`, the batches that it has now, is asked for no more than these.
-        prefetch: batches whose rows come ahead while slots are free; 0 leaves them to the lookup.
+        ahead: batches that stores know of beyond the one whose rows come, as their ids are here: rows that these need
+            soonest stay on the device. 0 tells stores nothing. The first step waits for all of these batches; an
+            iterator with a method `at_hand()`, how many batches it has now, is asked for no more than those.
+        prefetch: batches whose rows come ahead, while slots are free; 0 leaves them to the lookup.
 
     Raises:
         ValueError: either is negative.
@@ -381,8 +381,8 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         if ahead < 0 or prefetch < 0:
             raise ValueError(f"ahead and prefetch: batches, none of them negative; got {ahead} and {prefetch}")
         self._known, self._prefetched = ahead, prefetch
-        # the ids of one more travel
-        self._batches_ahead = max(ahead, prefetch) + 1
+        # those whose ids are here, and one whose ids travel
+        self._batches_ahead = (max(prefetch, 1) + ahead if ahead else prefetch) + 1
         super().__init__(
             model, optimizer, device, execute_all_batches, apply_jit, None, pipeline_postproc, custom_model_fwd, 1,
             False, enable_inplace_copy_batch, free_features_storage_early, clear_data_dist_inputs,
@@ -404,12 +404,19 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
     def _go_ahead(self) -> None:
         super()._go_ahead()
-        for fetched in islice(self._queue, 1, 1 + self._known):
-            self._ahead.announce(fetched)
-        for fetched in islice(self._queue, 1, 1 + self._prefetched):
+        coming = list(islice(self._queue, 1, None))
+        # each batch takes its slots when those `ahead` of it are known, and no others: what moves hangs on no stall
+        self._announce(coming[: 1 + self._known])
+        for number, fetched in enumerate(coming[: self._prefetched]):
+            self._announce(coming[: 1 + number + self._known])
             # in the order of the batches: one that waits for room is waited for
             if not self._ahead.prefetch(fetched):
                 break
+
+    def _announce(self, coming: list[Fetched[In]]) -> None:
+        if self._known:
+            for fetched in coming:
+                self._ahead.announce(fetched)
 
 
 class EvalPipelineSparseDist(Evaluation[In, Out]):

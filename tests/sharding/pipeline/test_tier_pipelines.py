@@ -13,12 +13,35 @@ from typing import Any
 
 import pytest
 import torch
-from model_zoo import Batch, batch_of, dense_optimizer, drain, plain_loop, same, sharded, state_of, stores_of
+from model_zoo import (
+    ROWS,
+    Batch,
+    bag_tables,
+    batch_of,
+    dense_optimizer,
+    drain,
+    fused,
+    plain_loop,
+    same,
+    sharded,
+    state_of,
+    stores_of,
+)
 from pipeline_runs import CPU
 from ranks import run_ranks
+from torch import Tensor, nn
 
-from shardwise.embeddings.tiers import CachedRows
+from shardwise import (
+    DistributedModelParallel,
+    EmbeddingBagCollection,
+    KeyedJaggedTensor,
+    RowWiseAdagrad,
+    ShardingPlan,
+    construct_module_sharding_plan,
+)
+from shardwise.embeddings.tiers import CachedRows, CacheSetting, TraceCurves, simulate
 from shardwise.planner.layout import Tier
+from shardwise.sharding import table_wise
 from shardwise.sharding.pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:table .* is replicated")]
@@ -58,7 +81,9 @@ def tighten(model: Any, slots: list[list[int]]) -> None:
     for store, own in zip(stores_of(model), slots, strict=True):
         group = store.group
         assert group is not None
-        store.specs = [replace(spec, slots=count, max_slots=count) for spec, count in zip(store.specs, own, strict=True)]
+        store.specs = [
+            replace(spec, slots=count, max_slots=count) for spec, count in zip(store.specs, own, strict=True)
+        ]
         shapes = [replace(shape, slots=count) for shape, count in zip(group.tables, own, strict=True)]
         group.lay_out_anew(shapes)
         # nothing was looked up: all rows lie below
@@ -125,3 +150,55 @@ def test_pipelines_over_tiers_have_the_bits_of_a_plain_loop_over_whole_tables(
 ) -> None:
     runs = RUNS if parts == "ps" else RUNS[-3:]
     assert run_ranks(world, different, parts, runs, str(tmp_path)) == [[]] * world
+
+
+def moved(ahead: int, prefetch: int, slots: int, policy: str) -> tuple[Any, Any, Any]:
+    """Counts of a pipeline over one table, of the simulation of its batches, and hits by Belady's rule."""
+    tables = fused(EmbeddingBagCollection(bag_tables({"f0": ROWS})), RowWiseAdagrad)
+    plan = construct_module_sharding_plan(
+        tables, {"tf0": table_wise(rank=0)}, local_size=1, world_size=1, device_type="cpu"
+    )
+    plan["tf0"].tier = Tier(slots, policy=policy)
+    model: Any = DistributedModelParallel(OneTable(tables), plan=ShardingPlan({"pooled": plan}))
+    batches = [batch_of(n).pooled.permute([0]) for n in range(60)]
+    wants = [kjt.values().unique() for kjt in batches]
+    pipeline = PrefetchTrainPipelineSparseDist(
+        model, torch.optim.SGD([torch.zeros(1)]), CPU, ahead=ahead, prefetch=prefetch
+    )
+    drain(pipeline.progress, iter(batches))
+    (store,) = stores_of(model)
+    (counts,) = store.counts
+    found = simulate(wants, CacheSetting(ROWS, slots, policy=policy, ahead=ahead, prefetch=prefetch))
+    curves = TraceCurves(ROWS)
+    for rows in wants:
+        curves.add(rows)
+    return (
+        (counts.wanted, counts.hits, counts.saves, counts.stalls),
+        (found.wanted, found.hits, found.saves, found.stalls),
+        int(curves.belady([slots]).hits),
+    )
+
+
+class OneTable(nn.Module):
+    """A pooled table and nothing else."""
+
+    def __init__(self, pooled: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.pooled = pooled
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        out = self.pooled(features).values()
+        return out.square().sum(), out
+
+
+@pytest.mark.parametrize(
+    ("ahead", "prefetch", "slots"), [(0, 1, 18), (8, 0, 18), (8, 4, 18), (8, 1, 30), (64, 0, 18), (64, 2, 18)]
+)
+def test_what_moves_is_what_the_simulation_says(ahead: int, prefetch: int, slots: int) -> None:
+    """And hits are Belady's where the window covers all batches and none holds slots of another's."""
+    ((found, simulated, belady),) = run_ranks(1, moved, ahead, prefetch, slots, "aged_lfu")
+    assert found == simulated
+    if (ahead, prefetch) == (64, 0):
+        assert found[1] == belady
+    else:
+        assert found[1] < belady
