@@ -404,7 +404,9 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
     def _go_ahead(self) -> None:
         super()._go_ahead()
-        coming = list(islice(self._queue, 1, None))
+        coming = list(islice(self._queue, 1, self._batches_ahead))
+        for fetched in coming:
+            self._ahead.receive(fetched)
         # each batch takes its slots when those `ahead` of it are known, and no others: what moves hangs on no stall
         self._announce(coming[: 1 + self._known])
         for number, fetched in enumerate(coming[: self._prefetched]):
