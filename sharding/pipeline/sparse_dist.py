@@ -360,6 +360,8 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         ValueError: either is negative.
     """
 
+    # by default
+    _batches_ahead = 2
     _default_context_type = PrefetchTrainPipelineContext
 
     def __init__(

@@ -132,6 +132,13 @@ def guarded(model: Any) -> list[Any]:
     return found
 
 
+def warned(model: Any) -> list[Any]:
+    """Bad ids that count as none."""
+    pipeline = looking_ahead(model)
+    given = (bad(batch_of(n)) if n % 3 == 1 else batch_of(n) for n in range(12))
+    return [outcome(lambda: pipeline.progress(given)) for _ in range(13)]
+
+
 def of_kind(make: Callable[[Any], Any], model: Any, *, count: int = 10) -> list[Any]:
     """Steps of another pipeline."""
     pipeline, given = make(model), map(batch_of, range(count))
@@ -198,28 +205,33 @@ SCRIPTS: dict[str, Script] = {
     "eventful": eventful,
     "accumulated": accumulated,
     "guarded": guarded,
+    "warned": warned,
+    "clipped": warned,
     "taking turns": taking_turns,
     "staged": staged,
     **{make.__name__: partial(of_kind, make) for make in (semi_sync, fused, lite, base, compiled)},
 }
 
 
-def guarding(parts: str, mode: GradientCheckMode) -> nn.Module:
-    module = Net(parts)
-    for name in ("pooled", "sequence"):
-        module.get_submodule(name)._policy = LookupPolicy(gradient_check=mode, bounds_check=BoundsCheckMode.FATAL)  # type: ignore[assignment]
-    return module
+def net_of(name: str) -> nn.Module:
+    """The model of a script, whose collections check what it is about."""
+    module: Any = Net("ps")
+    checks = GradientCheckMode.RAISE if name == "guarded" else GradientCheckMode.IGNORE
+    bounds = BoundsCheckMode.WARNING if name in ("warned", "clipped") else BoundsCheckMode.FATAL
+    for collection in (module.pooled, module.sequence):
+        collection._policy = LookupPolicy(gradient_check=checks, bounds_check=bounds)
+    return module  # type: ignore[no-any-return]
 
 
 def differences(name: str, folder: str) -> tuple[list[str], int]:
     """What differs from the same over whole tables, and how many rows were saved."""
-    make = partial(guarding, "ps", GradientCheckMode.RAISE) if name == "guarded" else partial(Net, "ps")
     # room for the rows of some batches ahead, not of three
     most = 0.6 if name == "eventful" else 1.0
     tier = Tier(0.1, "file", folder, max_slots=most)
     found = []
     for own in (None, tier):
-        model = sharded("ps", make(), tier=own)
+        clipping = {"gradient_clipping": True, "max_gradient": 0.05} if name == "clipped" else {}
+        model = sharded("ps", net_of(name), tier=own, rule_settings=clipping)
         outcomes = SCRIPTS[name](model)
         found.append((outcomes, state_of(model)))
     (expected, state), (outcomes, now) = found
@@ -231,7 +243,7 @@ def differences(name: str, folder: str) -> tuple[list[str], int]:
     return different, sum(store.counts[0].misses for store in stores_of(model))
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "compiled"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_pipeline_over_cached_tables_does_what_one_over_whole_tables_does(name: str, tmp_path: Path) -> None:
     for different, misses in run_ranks(2, differences, name, str(tmp_path)):
         assert not different

@@ -1,7 +1,7 @@
 """Rows that are brought on a stream of their own never meet lookups and updates of another one without an order.
 
-There is no GPU here: streams are clocks, and whatever touches a slot or what is known of it leaves its stream's time. Two
-that touch the same, one of them to write, must be ordered by events. Work itself is done at once, on the CPU.
+There is no GPU here: streams are clocks, and whatever touches a slot or what is known of it leaves its stream's time.
+Two that touch the same, one of them to write, must be ordered by events. Work itself is done at once, on the CPU.
 """
 
 from __future__ import annotations
