@@ -159,9 +159,11 @@ class LocalShards:
             self._prefetched.remove(step)
         for g in self._asked[step.update]:
             group, part, (ids, offsets, factors) = groups[g], self.parts[g], self._inputs(step, g)
-            slots, lease = prefetched.get(g) or self._with_room(
-                group, partial(self._resolve, step, g, group, ids, offsets)
-            )
+            there = prefetched.get(g)
+            if there is None:
+                resolve = partial(self._resolve, step, g, group, ids, offsets)
+                there = self._with_room(group, resolve) if self._prefetched else resolve()
+            slots, lease = there
             if group.lookahead is not None:
                 group.lookahead.ready(lease)
             if not part.is_replica:
