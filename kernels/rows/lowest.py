@@ -85,7 +85,7 @@ def _free_keys(keys, held, s, end):  # type: ignore[no-untyped-def]
     return tl.load(keys + s, mask=live, other=0), free
 
 
-@triton.jit(do_not_specialize=["T", "S"])
+@triton.jit(do_not_specialize=["T", "S"], do_not_specialize_on_alignment=["borders", "counts"])
 def _count_digits_kernel(  # type: ignore[no-untyped-def]
     keys,
     held,
@@ -119,7 +119,7 @@ def _count_digits_kernel(  # type: ignore[no-untyped-def]
             tl.atomic_add(bins + (DIGIT * T + table) * VALUES + value, total, mask=total > 0)
 
 
-@triton.jit(do_not_specialize=["T", "S", "chunks"])
+@triton.jit(do_not_specialize=["T", "S", "chunks"], do_not_specialize_on_alignment=["borders", "counts"])
 def _count_picked_kernel(  # type: ignore[no-untyped-def]
     keys,
     held,
@@ -150,7 +150,7 @@ def _count_picked_kernel(  # type: ignore[no-untyped-def]
         tl.store(tallies + chunks + tl.program_id(0), tl.sum(equal, 0))
 
 
-@triton.jit(do_not_specialize=["T", "S", "chunks", "capacity"])
+@triton.jit(do_not_specialize=["T", "S", "chunks", "capacity"], do_not_specialize_on_alignment=["borders", "counts"])
 def _pick_kernel(  # type: ignore[no-untyped-def]
     keys,
     held,
