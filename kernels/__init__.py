@@ -86,6 +86,7 @@ from .row_formats import ROW_FORMATS, RowFormat, row_format
 from .rows.initial_rows import initial_rows
 from .rows.lowest import lowest
 from .rows.move_rows import RecordLayout, move_rows, record_layout
+from .rows.reuse import ReuseStack
 from .rule import DECAYS, RULES, Rule, define_rule, rule_named
 from .update import rules as _built_in
 from .update.index_op import update_index
@@ -105,6 +106,7 @@ __all__ = [
     "JaggedUnique",
     "RecordLayout",
     "RegroupPlan",
+    "ReuseStack",
     "RowFormat",
     "Rule",
     "Segment",

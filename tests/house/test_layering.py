@@ -83,7 +83,7 @@ ROOMS: dict[str, set[str]] = {
     "kernels/jagged": {"kernels", "kernels/cpu", "kernels/lookup"},
     "kernels/lookup": {"kernels", "kernels/cpu"},
     "kernels/quantized": {"kernels", "kernels/cpu"},
-    "kernels/rows": {"kernels"},
+    "kernels/rows": {"kernels", "kernels/cpu"},
     "kernels/update": {"kernels", "kernels/cpu", "kernels/lookup"},
     "perf": {"perf/suite", "perf/suite/cases"},
     "perf/compile": {"perf/selftest", "perf/tune"},
