@@ -89,7 +89,7 @@ def record_rates(folder: Path, nbytes: int, size: int, calls: int, turns: int) -
 
 def some_rows(rows: int, n: int) -> Tensor:
     """Distinct rows at random, ascending."""
-    distinct: Tensor = torch.unique(torch.randint(0, rows, (2 * n,)))  # type: ignore[no-untyped-call]
+    distinct: Tensor = torch.unique(torch.randint(0, rows, (2 * n,)))
     return distinct[torch.randperm(distinct.numel())[:n]].sort().values
 
 

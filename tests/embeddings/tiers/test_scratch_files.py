@@ -1,4 +1,6 @@
-"""Files of the file tier are scratch: reserved, locked and gone with their process, and each fault is told by name."""
+"""Files of the file tier are scratch: reserved, locked and gone with their process, and each fault is told by name.
+
+Takes a quarter of a minute: it starts processes."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -29,9 +32,10 @@ def other_process(code: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def filled(folder: Path, rows: int = 1000, name: str = "user") -> FileRecords:
-    records = FileRecords(rows, BYTES, folder, name=name)
-    records.write(torch.arange(rows), torch.ones(rows, BYTES, dtype=torch.uint8))
+def filled(folder: Path, name: str = "user", how: Literal["pread", "mmap"] | None = None) -> FileRecords:
+    """1000 rows of ones."""
+    records = FileRecords(1000, BYTES, folder, name=name, how=how)
+    records.write(torch.arange(1000), torch.ones(1000, BYTES, dtype=torch.uint8))
     return records
 
 
@@ -105,9 +109,10 @@ def test_a_process_that_is_killed_leaves_a_folder_for_the_next_one(tmp_path: Pat
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_has_no_part_in_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["pread", "mmap"])
+def test_a_forked_process_has_no_part_in_it(how: Literal["pread", "mmap"], tmp_path: Path) -> None:
     """Workers of data loaders are forks: when they end the lock and the file must stay their parent's."""
-    records = filled(tmp_path)
+    records = filled(tmp_path, how=how)
     child = os.fork()
     if not child:
         # nothing else of the test may run here
