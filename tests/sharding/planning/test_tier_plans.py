@@ -1,4 +1,4 @@
-"""From a constraint over a plan to a trained model with rows below its device: the bits of one that lies there whole."""
+"""From a constraint over a plan to a model with rows below its device: the bits of one that lies there whole."""
 
 from __future__ import annotations
 
