@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import (
     DistributedModelParallel,
@@ -24,10 +24,12 @@ from shardwise import (
     KeyedJaggedTensor,
     ParameterConstraints,
     PlannerError,
+    PrefetchTrainPipelineSparseDist,
     RowWiseAdagrad,
     ShardingEnv,
     ShardingPlan,
     Topology,
+    TrainPipelineSparseDist,
     apply_optimizer_in_backward,
     construct_module_sharding_plan,
     get_default_sharders,
@@ -158,6 +160,37 @@ def test_our_constraints_train_to_the_bits_of_resident_tables(world: int, tmp_pa
         for name, rule in own_tiers(folder).items():
             text = repr(rule.tier)
             assert tiers[name].partition(" at 0x")[0] == text.partition(" at 0x")[0]
+
+
+class WithLoss(nn.Module):
+    """A model as pipelines take it: (loss, outputs) of a batch."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        values = values_of(self.module(features))
+        return (values * 0.37).sum(), values.detach()
+
+
+@pytest.mark.parametrize("kind", [TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist])
+def test_pipelines_train_what_torchrecs_constraints_put_below_the_device(kind: Any, tmp_path: Path) -> None:
+    model = WithLoss(collection(False))
+    rules = constraints(str(tmp_path))
+    rules["b"].cache_params.prefetch_pipeline = True
+    plan = EmbeddingShardingPlanner(Topology(1, "cpu"), 64, constraints=rules).plan(model, get_default_sharders())
+    sharded: Any = DistributedModelParallel(model, env(), torch.device("cpu"), plan, init_data_parallel=False)
+    pipeline, loader = kind(sharded, torch.optim.SGD([torch.zeros(1)]), torch.device("cpu")), iter(batches())
+    outputs = [pipeline.progress(loader) for _ in batches()]
+    expected, rows, _ = run(collection(False), ShardingPlan({"": construct_module_sharding_plan(
+        collection(False), dict.fromkeys(NAMES, table_wise(0)), world_size=1, device_type="cpu")}))  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    with sharded.module.module.shards.whole():
+        found = {name.removeprefix("module."): param.detach().clone() for name, param in sharded.named_parameters()}
+    assert found.keys() == rows.keys() and all(torch.equal(found[name], rows[name]) for name in rows)
+    misses = [c.misses for group in sharded.module.module._tables.all_groups() for c in group.store.counts]
+    assert len(misses) == len(NAMES) and sum(misses) > 0
 
 
 def test_a_plan_made_by_hand_is_trained_from_its_file(tmp_path: Path) -> None:
