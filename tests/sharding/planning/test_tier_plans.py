@@ -22,6 +22,7 @@ from shardwise import (
     EmbeddingConfig,
     EmbeddingShardingPlanner,
     KeyedJaggedTensor,
+    ModuleSharder,
     ParameterConstraints,
     PlannerError,
     PrefetchTrainPipelineSparseDist,
@@ -40,6 +41,7 @@ from shardwise.planner.layout import TIERED_KERNELS, Tier
 from shardwise.planner.tables import Feature, Table
 from shardwise.sharding import CacheParams, column_wise, data_parallel, row_wise, table_row_wise, table_wise
 from shardwise.sharding.plan.caches import KeyValueParams
+from shardwise.sharding.testing.one_way_sharders import SharderType, create_test_sharder
 
 pytestmark = pytest.mark.ranks
 
@@ -209,6 +211,30 @@ def test_a_plan_made_by_hand_is_trained_from_its_file(tmp_path: Path) -> None:
     whole_outputs, whole_rows, _ = run(collection(False), ShardingPlan({"": of_module}))
     assert all(torch.equal(a, b) for a, b in zip(outputs, whole_outputs, strict=True))
     assert all(torch.equal(rows[name], whole_rows[name]) for name in whole_rows)
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
+@pytest.mark.parametrize("kernel", TIERED_KERNELS)
+@pytest.mark.parametrize("of", [SharderType.EMBEDDING_BAG_COLLECTION, SharderType.EMBEDDING_BAG])
+def test_a_sharder_that_offers_one_kernel_gets_it_without_a_constraint(kernel: str, kind: str, of: SharderType) -> None:
+    """TorchRec's own tests ask for a cache so: by sharders whose compute_kernels is it alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        collection(False) if of is SharderType.EMBEDDING_BAG_COLLECTION else nn.EmbeddingBag(ROWS, DIM, mode="sum")
+    )
+    sharder = create_test_sharder(of.value, kind, kernel, {"learning_rate": 0.1, "cache_load_factor": 0.5}, None)
+    assert isinstance(sharder, ModuleSharder)
+    plan = EmbeddingShardingPlanner(Topology(1, "cpu"), 64).plan(model, [sharder])
+    sharded: Any = DistributedModelParallel(model, env(), torch.device("cpu"), plan, [sharder])
+    (module,) = sharded.module
+    states = getattr(module, "states", None) or module._collection.states
+    tiers = {table.options.tier for table in states.tables.values()}
+    assert {one.compute_kernel for one in plan.plan["0"].values()} == {kernel}
+    assert len(tiers) == 1 and None not in tiers
+    (tier,) = tiers
+    assert tier.slots == (None if kernel == "fused_uvm" else 0.5) and tier.below == (
+        "file" if kernel == "key_value" else "ram"
+    )
 
 
 def test_a_table_with_a_tier_and_no_optimizer_gets_that_of_its_sharder() -> None:
