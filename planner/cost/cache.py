@@ -26,6 +26,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -345,7 +346,11 @@ def curve_of(table: Table, ids: float, curves: Mapping[str, MissCurve], statisti
         return curves[table.name]
     if statistics is not None:
         return MissCurve.of_statistics(statistics, table.num_embeddings)
-    return MissCurve.of_skew(table.num_embeddings, ids, table.skew)
+    return _curve_of_skew(table.num_embeddings, ids, table.skew)
+
+
+# of every way the same
+_curve_of_skew = lru_cache(maxsize=4096)(MissCurve.of_skew)
 
 
 def caches_to(caches: Caches, used: Mapping[str, MissCurve]) -> dict[str, Any]:

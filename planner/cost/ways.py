@@ -54,7 +54,7 @@ class Way:
         return len(self.rows)
 
     def sized(self, slots: Sequence[int]) -> list[Way]:
-        """This way with each of these numbers of slots; they grow where a batch needs more, unless the tier has a bound."""
+        """This way with each of these numbers of slots, which grow where a batch needs more, within a bound."""
         tier = self.tier
         assert tier is not None
         most = 1.0 if tier.max_slots is None else tier.max_slots
