@@ -57,6 +57,11 @@ def with_reach(choices: Sequence[Choice]) -> tuple[Choice, ...]:
     return tuple(made)
 
 
+def is_other_size(choice: Choice, other: Choice) -> bool:
+    """Whether two choices are one way with other slots."""
+    return choice.cached is not None and choice.cached.chosen and _way(choice) == _way(other)
+
+
 def _way(choice: Choice) -> tuple[Any, ...]:
     """What the sizes of one cache have in common."""
     return choice.sharding_type, choice.compute_kernel, choice.widths, choice.one_host, choice.span
@@ -126,7 +131,8 @@ def refined(problem: Problem, assignment: Assignment) -> dict[str, int]:
         parts = bought.get(each.name, [])
         exact = sizes[0] + sum(p * (b - a) for p, a, b in zip(parts, sizes, sizes[1:], strict=False))
         # shards have whole rows, which is up to one more each
-        slots[each.name] = max(sizes[0], math.floor(exact) - each.choices[0].span)
+        whole = exact >= sizes[-1] - 1e-6 * sizes[-1]
+        slots[each.name] = sizes[-1] if whole else max(sizes[0], math.floor(exact) - each.choices[0].span)
     return slots
 
 
@@ -167,6 +173,24 @@ def chosen_tier(tier: Tier | None, choice: Choice) -> Tier | None:
     if tier is None or choice.cached is None or not choice.cached.chosen:
         return tier
     return replace(tier, slots=choice.cached.slots, max_slots=1.0 if tier.max_slots is None else tier.max_slots)
+
+
+def in_words(planned: Planned) -> dict[str, str]:
+    """What caches do in a plan, in a sentence as "tiers"; nothing of a plan without them."""
+    caches = [choice.cached for _, choice, _ in planned.placed() if choice.cached is not None]
+    if not caches:
+        return {}
+    parts = planned.loads.parts_ms
+    prefetch, rest = parts[PREFETCH], parts.sum(axis=0) - parts[PREFETCH]
+    slowest = int(prefetch.argmax())
+    wanted = sum(cached.wanted for cached in caches)
+    hits = 1 - sum(cached.misses for cached in caches) / wanted if wanted else 1.0
+    hidden = float(np.maximum(prefetch, rest).max())
+    return {
+        "tiers": f"{len(caches):,} table{'s' * (len(caches) > 1)} below the device, {hits:.1%} of wanted rows on it;"
+        f" others take {prefetch[slowest]:.3g} ms of the link to rank {slowest}, all of it counted in a step, which"
+        f" with a prefetch behind the rest would take {hidden:.3g} ms"
+    }
 
 
 # ---- plans that would thrash
