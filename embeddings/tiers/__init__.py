@@ -8,6 +8,7 @@ from .policies import AgedLfu, Policy, lfu, lru, policy_named
 from .ram_cache import RamOverFile
 from .records import RecordLayout
 from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots
+from .row_parts import RowPart, chunks_of, parts_of
 
 __all__ = [
     "AgedLfu",
@@ -27,9 +28,12 @@ __all__ = [
     "RamOverFile",
     "RecordLayout",
     "Residency",
+    "RowPart",
     "Span",
     "TooFewSlots",
+    "chunks_of",
     "lfu",
     "lru",
+    "parts_of",
     "policy_named",
 ]

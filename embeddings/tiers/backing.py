@@ -82,6 +82,16 @@ class HostRecords:
         self._records[: before.shape[0]] = before
         release()
 
+    def pin(self) -> None:
+        """Have a GPU read and write them in place from now on.
+
+        Raises:
+            RuntimeError: CUDA does not lock so much memory, or there is none.
+        """
+        if not self.pinned:
+            self.pinned = True
+            self._release = weakref.finalize(self, _unpin, _pin(self._records))
+
     def close(self) -> None:
         """As `Backing` says."""
         self._records = torch.empty((0, self._records.shape[1]), dtype=torch.uint8, device="cpu")

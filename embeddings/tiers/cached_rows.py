@@ -25,8 +25,8 @@ from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots
 if TYPE_CHECKING:
     from ..tables.table_group import TableGroup
 
-# rows that are copied at once where all of a table are
-_CHUNK_BYTES = 64 * 2**20
+# rows that are copied at once where all of a table are: a few copies of them are in memory at a time
+_CHUNK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,8 @@ class CachedRows:
         self.specs, self.policy = list(specs), policy
         self.counts = [CacheCounts() for _ in specs]
         self.group: TableGroup | None = None
+        # leases whose rows are not all in their slots yet
+        self._loading: list[CacheLease] = []
 
     def attach(self, group: TableGroup) -> None:
         """As `RowStore.attach`."""
@@ -186,6 +188,8 @@ class CachedRows:
             self._grow(error.needed)
             lease = self.residency.want(distinct, announced)
         held = CacheLease(lease, self._move(lease.moves))
+        if held.loads:
+            self._loading.append(held)
         self._count(distinct, lease.moves)
         features = self._first_slots()
         slots = self.residency.slot_of[rows.clamp(min=0)].long() if rows.numel() else rows
@@ -289,6 +293,8 @@ class CachedRows:
     def ready(self, lease: CacheLease) -> None:
         """As `LookaheadStore.ready`."""
         loads, lease.loads = lease.loads, []
+        if lease in self._loading:
+            self._loading.remove(lease)
         for load in loads:
             places = torch.arange(load.slots.shape[0], device=load.slots.device)
             slots = load.slots - self.residency.tables[load.table].first_slot
@@ -309,6 +315,26 @@ class CachedRows:
         self.residency.release(lease.rows, changed=False)
 
     # ---- whole tables
+
+    def settle(self) -> None:
+        """Have all rows that are on their way in their slots: who reads or writes rows finds them there."""
+        for lease in list(self._loading):
+            self.ready(lease)
+
+    def is_in_use(self) -> bool:
+        """As `LookaheadStore.is_in_use`."""
+        return bool(self.residency.leases or self.residency._window.batches)
+
+    def follow(self, device: torch.device) -> None:
+        """As `LookaheadStore.follow`."""
+        assert not self.is_in_use()
+        for name, value in vars(self.residency).items():
+            if isinstance(value, Tensor):
+                setattr(self.residency, name, value.to(device))
+        self.residency.device = device
+        for below in self.below:
+            if device.type == "cuda" and isinstance(below, HostRecords):
+                below.pin()
 
     def initial_states(self, table: int) -> list[Tensor]:
         """What the optimizer states of a row begin with: [1, dim] or [1] each."""
@@ -332,6 +358,7 @@ class CachedRows:
 
         `slots` are what the slots of the table have, where they do not lie in the group now.
         """
+        self.settle()
         span, layout = self.residency.tables[table], self.layouts[table]
         where = self.residency.slot_of[span.first_row + begin : span.first_row + end].long()
         records = layout.empty(end - begin)
@@ -376,6 +403,7 @@ class CachedRows:
         self, table: int, rows: Tensor, parts: Sequence[Tensor | None], slots: Sequence[Tensor] | None = None
     ) -> None:
         """Replace distinct rows [n] of a table, ascending, on the device and below. Other arguments as `write`."""
+        self.settle()
         span, layout, below = self.residency.tables[table], self.layouts[table], self.below[table]
         rows = rows.to(self.residency.device)
         where = self.residency.slot_of[span.first_row + rows].long()
@@ -416,6 +444,7 @@ class CachedRows:
             # inside of another block
             yield
             return
+        self.settle()
         count, shapes, memory = len(group.tables), group.tables, (group.flat, group.states)
         slots = [self._parts(t) for t in range(count)]
         group.lay_out_anew([replace(shape, slots=None) for shape in shapes])

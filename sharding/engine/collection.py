@@ -54,6 +54,7 @@ from .stages import StepContext
 from .state import States, publish_weights, take_over, take_weights, weight_holders
 from .step import IDS_RECEIVED, IDS_SENT, LOOKED_UP, Step
 from .tables import Collection, LocalTables, Mark, Stores, facts_of_replicas, tables_of
+from .tiers import is_lazy, require_tiers
 from .wire import (
     PooledWire,
     Receiving,
@@ -235,24 +236,23 @@ class ShardedCollection(OneOp, WritableTables):
                 raise ValueError(
                     f"tables {dense}: what trains by its gradient has all rows on the device, no row store"
                 )
-            tiered = [table.name for table in tables if table.options.tier is not None]
+            params = module._own_parameters()
             trained_outside = [
                 table.name
-                for table, mark, param in zip(tables, marks, module._own_parameters(), strict=True)
+                for table, mark, param in zip(tables, marks, params, strict=True)
                 if mark is None and param.requires_grad
             ]
-            if dense := [name for name in tiered if name in trained_outside]:
+            require_tiers(tables, trained_outside, device, fully_sharded=self._replicas is not None)
+            if self._replicas is not None and (stores is not None or mapped):
                 raise ValueError(
-                    f"tables {dense}: what trains by its gradient has all rows on the device, no tier: give it an"
-                    " optimizer in its backward (apply_optimizer_in_backward)"
-                )
-            if self._replicas is not None and (stores is not None or mapped or tiered):
-                raise ValueError(
-                    "sharding_strategy FULLY_SHARDED: tables whose rows are in a row store, in tiers or found by an id"
-                    " map cannot be kept in parts, as replicas have other rows in their slots: give their module"
-                    " DEFAULT by a DMPCollectionConfig"
+                    "sharding_strategy FULLY_SHARDED: tables whose rows are in a row store or found by an id map cannot"
+                    " be kept in parts, as replicas have other rows in their slots: give their module DEFAULT by a"
+                    " DMPCollectionConfig"
                 )
             routes, facts = self._plan(tables, shards)
+            given = zip(tables, module._configs, params, strict=True)
+            lazy = [table.name for table, *rest in given if table.options.tier is not None and is_lazy(*rest)]
+            facts["tables whose rows are made when they are needed"] = str(lazy)
             return (routes, marks), {**facts, **facts_of_replicas(tables, shards, device)}
 
         (routes, marks), number = agree(self._exchange, device, plan)
@@ -577,7 +577,7 @@ class ShardedCollection(OneOp, WritableTables):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedCollection:
         take_over(self)
-        with self.shards.whole(keep=True):
+        with self.shards.assembled(keep=True):
             self._tables.move(fn)
             for name, holder in weight_holders(self).items():
                 holder._parameters["weight"] = self._tables.parameters[name]
