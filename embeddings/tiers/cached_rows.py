@@ -6,10 +6,11 @@ bits of tables that lie on the device as a whole. Which rows are where is `Resid
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -462,6 +463,36 @@ class CachedRows:
                         self.write(t, begin, [part[begin:end] for part in rows], slots[t])
         finally:
             group.lay_out_anew(shapes, *memory)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: batches that are under way, which hold rows here, are none of a copy's."""
+        if "residency" not in self.__dict__:
+            return self.__dict__
+        assert self.group is not None
+        self.settle()
+        # gradients that wait are copied with their group
+        kept = [lease.rows for lease in self.group._leases]
+        # what lies below first: it says why it cannot be pickled
+        return {
+            "below": self.below,
+            **self.__dict__,
+            "residency": self.residency.without_batches(kept),
+            "_loading": [],
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CachedRows:
+        probe = torch.empty(0)
+        if copy.deepcopy(probe) is probe:
+            assert self.group is not None
+            raise TypeError(
+                f"tables {[table.name for table in self.group.tables]} have tiers: two models cannot share the rows of"
+                " a cache, as a copy to the same device would: copy.deepcopy inside of sharded_model_copy('cpu') makes"
+                " one with rows of its own"
+            )
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     def close(self) -> None:
         """Let go what lies below."""

@@ -11,6 +11,7 @@ from `routed_ahead`.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -574,6 +575,16 @@ class ShardedCollection(OneOp, WritableTables):
             return {}
         with torch.set_grad_enabled(step.update and torch.is_grad_enabled()):
             return self.shards.look_up_replicated(step, dense=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedCollection:
+        for name, param in self._tables.parameters.items():
+            if self.shards.is_away(name) and not self.shards.fully_sharded and id(param) not in memo:
+                # as they are: a copy of NaNs that are one number in memory would be as large as the table
+                memo[id(param)] = nn.Parameter(param.detach()[:], requires_grad=param.requires_grad)
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedCollection:
         take_over(self)
