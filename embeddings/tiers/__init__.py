@@ -2,6 +2,7 @@
 
 from .backing import Backing, HostRecords
 from .cached_rows import CacheCounts, CachedRows, CacheLease, CacheSpec
+from .curves import TraceCurves, regret, sizes_between
 from .files import FileRecords
 from .io_queue import IoQueue, Job
 from .policies import AgedLfu, Policy, lfu, lru, policy_named
@@ -9,6 +10,7 @@ from .ram_cache import RamOverFile
 from .records import RecordLayout
 from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots
 from .row_parts import RowPart, chunks_of, parts_of
+from .simulate import CacheSetting, Simulated, Simulation, record_bytes, rows_of_shard, simulate
 
 __all__ = [
     "AgedLfu",
@@ -16,6 +18,7 @@ __all__ = [
     "Backing",
     "CacheCounts",
     "CacheLease",
+    "CacheSetting",
     "CacheSpec",
     "CachedRows",
     "FileRecords",
@@ -29,11 +32,19 @@ __all__ = [
     "RecordLayout",
     "Residency",
     "RowPart",
+    "Simulated",
+    "Simulation",
     "Span",
     "TooFewSlots",
+    "TraceCurves",
     "chunks_of",
     "lfu",
     "lru",
     "parts_of",
     "policy_named",
+    "record_bytes",
+    "regret",
+    "rows_of_shard",
+    "simulate",
+    "sizes_between",
 ]
