@@ -278,10 +278,10 @@ class LocalShards:
     @contextmanager
     def _whole_stores(self, stores: Sequence[CachedRows], keep: bool) -> Iterator[None]:
         with ExitStack() as stack:
+            # once the stores have laid their slots out again
+            stack.callback(self.tables._place_parameters)
             for store in stores:
                 stack.enter_context(store.whole(keep=keep))
-            # before the stores lay their slots out again
-            stack.callback(self.tables._place_parameters)
             self.tables._place_parameters()
             yield
 

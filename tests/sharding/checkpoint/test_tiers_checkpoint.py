@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,15 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import MIX, bytes_of
 from ranks import error_of, run_ranks
+from tier_mixes import expect_equal, misses, small_chunks, with_strategy, with_tier
 from torch import Tensor
 
 from shardwise import checkpoint
-from shardwise.embeddings.tiers import cached_rows
 from shardwise.planner.layout import Tier
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 3
-
-
-def with_tier(mix: mixes.Mix, tier: Tier | None) -> mixes.Mix:
-    """The same tables with a tier, or without."""
-    tables = tuple(replace(table, options=replace(table.options, tier=tier)) for table in mix.tables)
-    return replace(mix, tables=tables)
 
 
 def tier_in(folder: Path, below: str) -> Tier | None:
@@ -36,40 +29,25 @@ def tier_in(folder: Path, below: str) -> Tier | None:
     return Tier(4, below, str(folder / "scratch") if below == "file" else None, max_slots=1.0)
 
 
-def small_chunks() -> None:
-    """Tables of some rows have several chunks, on this rank."""
-    cached_rows._CHUNK_BYTES = 64 * 5
-
-
 def trained(mix: mixes.Mix, optimizer: str) -> Any:
     """The sharded collection after some steps."""
-    small_chunks()
     model = mixes.shard(mix, mixes.build(mix, optimizer), mixes.environment())
     mixes.train(mix, model, mixes.batches_of_rank(mix, range(STEPS)), False)
     return model
-
-
-def expect_equal(one: Any, other: Any) -> None:
-    """Two sharded collections hold the same numbers; each may have its tables in any tier."""
-    held = []
-    for model in (one, other):
-        with model.shards.whole():
-            held.append(mixes.held(model))
-    for mine, theirs in zip(*held, strict=True):
-        assert mixes.same_tensors(mine, theirs)
 
 
 def save_both(folder: Path, below: str, optimizer: str) -> int:
     """Rows that this rank's tables brought to their slots."""
     whole = trained(MIX, optimizer)
     cached = trained(with_tier(MIX, tier_in(folder, below)), optimizer)
-    checkpoint.save(folder / "whole", whole, step=1)
-    checkpoint.save(folder / "cached", cached, step=1)
+    with small_chunks():
+        checkpoint.save(folder / "whole", whole, step=1)
+        checkpoint.save(folder / "cached", cached, step=1)
     dist.barrier()
     assert bytes_of(folder / "whole" / "step-000000000001") == bytes_of(folder / "cached" / "step-000000000001")
     # saving changed nothing
     expect_equal(whole, cached)
-    return sum(counts.misses for store in cached._tables.stores() for counts in store.counts)
+    return misses(cached)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -82,11 +60,10 @@ def test_the_files_of_a_table_with_a_tier_are_those_of_one_without(
 
 def load_into(folder: Path, below: str, strategy: str) -> list[str]:
     """Load what ranks of another number saved, train on, and save again; the checksums of that."""
-    small_chunks()
-    mix = replace(MIX, tables=tuple(replace(table, strategy=strategy) for table in MIX.tables))
-    mix = with_tier(mix, tier_in(folder, below))
+    mix = with_tier(with_strategy(MIX, strategy), tier_in(folder, below))
     model = mixes.shard(mix, mixes.build(mix, "adam"), mixes.environment())
-    checkpoint.load(folder / "from" / "step-000000000001", model, resplit="mean")
+    with small_chunks():
+        checkpoint.load(folder / "from" / "step-000000000001", model, resplit="mean")
     # bits of what follows hang on the plan, not on the tier
     mixes.train(mix, model, mixes.batches_of_rank(mix, range(STEPS, STEPS + 2)), False)
     name = f"{below}-{strategy}"
@@ -134,8 +111,9 @@ def state_dicts(folder: Path, below: str) -> None:
     other = mixes.shard(mix, mixes.build(mix, "adam"), mixes.environment())
     resident = mixes.shard(MIX, mixes.build(MIX, "adam"), mixes.environment())
     for model in (cached, other, resident):
-        model.load_state_dict(saved)
-        model.fused_optimizer.load_state_dict(optimizer)
+        with small_chunks():
+            model.load_state_dict(saved)
+            model.fused_optimizer.load_state_dict(optimizer)
         expect_equal(whole, model)
     batches = mixes.batches_of_rank(MIX, range(STEPS, STEPS + 2))
     outputs = [mixes.train(MIX, model, batches, False).outputs for model in (whole, cached, other)]
@@ -156,7 +134,7 @@ def dcp(folder: Path) -> None:
 
     model = trained(with_tier(MIX, tier_in(folder, "ram")), "adam")
     torch_checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder / "dcp")
-    mix = replace(MIX, tables=tuple(replace(table, strategy="row_wise") for table in MIX.tables))
+    mix = with_strategy(MIX, "row_wise")
     other = mixes.shard(with_tier(mix, Tier(3)), mixes.build(mix, "adam"), mixes.environment())
     state = other.state_dict()
     torch_checkpoint.load({"model": state}, checkpoint_id=folder / "dcp")
