@@ -82,7 +82,7 @@ def find_ids(
                     hit_count += 1
             else:
                 place[i] = -2 - row
-                if s > MARKED:
+                if s >= FRESH:
                     slot[row] = s + MARKED
                     absent[absent_count] = row
                     absent_count += 1
