@@ -10,6 +10,7 @@ from . import pieces as _pieces
 from ._op import capturing
 from .configs import use_configs
 from .features import Feature, Segment, flatten_segments, origin_of, pack_features, table_rows
+from .files.rows import ask_file_rows, read_file_rows, write_file_rows
 from .jagged import requests as _requests
 from .jagged.bmm import jagged_dense_bmm, jagged_jagged_bmm
 from .jagged.bucketize import Bucketized, block_bucketize
@@ -85,6 +86,7 @@ from .row_formats import ROW_FORMATS, RowFormat, row_format
 from .rows.initial_rows import initial_rows
 from .rows.lowest import lowest
 from .rows.move_rows import RecordLayout, move_rows, record_layout
+from .rows.reuse import ReuseStack
 from .rule import DECAYS, RULES, Rule, define_rule, rule_named
 from .update import rules as _built_in
 from .update.index_op import update_index
@@ -104,10 +106,12 @@ __all__ = [
     "JaggedUnique",
     "RecordLayout",
     "RegroupPlan",
+    "ReuseStack",
     "RowFormat",
     "Rule",
     "Segment",
     "Unique",
+    "ask_file_rows",
     "batched_unary_embeddings",
     "block_bucketize",
     "capturing",
@@ -168,6 +172,7 @@ __all__ = [
     "quantized_pooled_lookup",
     "quantized_sequence_lookup",
     "raise_from_guard",
+    "read_file_rows",
     "record_layout",
     "regroup",
     "require_ids",
@@ -180,6 +185,7 @@ __all__ = [
     "unpack_segments",
     "update_index",
     "use_configs",
+    "write_file_rows",
 ]
 
 # imported for the rules that it defines, and for ops that no function here calls

@@ -50,7 +50,8 @@ def arithmetic() -> tuple[str, str]:
 
 @cache
 def loops(name: str, room: str = "cpu") -> Any:
-    """The file `name` of loops, compiled; None where numba is missing, off or does not work: torch does the work."""
+    """The file `name` of loops in a room of this folder, compiled; None where numba is missing, off or does not work:
+    torch does the work."""
     if not compiles():
         return None
     try:

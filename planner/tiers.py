@@ -49,8 +49,8 @@ class CacheSettings:
         reserved_bytes: memory of a GPU that caches leave free.
         precision: the type of cached rows, which is that of the table whatever is said.
         folder: of scratch files.
-        ram_gib: of each shard, rows of a file that are in host memory too.
-        device_mib: of each shard, the most for the cached rows of a file.
+        ram_gib: of each shard, rows of a file that are in host memory too; 0 for none.
+        device_mib: of each shard, the most for the cached rows of a file; 0 for no such bound.
         resident: all rows are on the device after all.
     """
 
@@ -89,7 +89,7 @@ def settings_from_fused(fused_params: Mapping[str, Any]) -> CacheSettings:
     Raises:
         ValueError: as `settings_of`.
     """
-    words = {word: into for word, into in FUSED_WORDS.items() if fused_params.get(word) not in (None, False)}
+    words = {word: into for word, into in FUSED_WORDS.items() if fused_params.get(word, False) is not False}
     return CacheSettings(
         **{into: _checked(f"fused_params: {word}", into, fused_params[word]) for word, into in words.items()}
     )
@@ -141,7 +141,7 @@ def tier_of(compute_kernel: str, settings: CacheSettings, row: RowBytes, *, fold
     policy = settings.policy or "aged_lfu"
     if compute_kernel == "fused_uvm_caching":
         return Tier(slots, max_slots=None if slots is None else 1.0, policy=policy)
-    if settings.device_mib is not None:
+    if settings.device_mib:
         most = row.of_table(int(settings.device_mib * 2**20) // row.weights)
         asked = Tier.rows_of(slots, row.rows)
         slots = most if asked is None or most < asked else slots
@@ -150,7 +150,7 @@ def tier_of(compute_kernel: str, settings: CacheSettings, row: RowBytes, *, fold
         "file",
         settings.folder or folder,
         max_slots=None if slots is None else 1.0,
-        ram_rows=None if settings.ram_gib is None else row.of_table(int(settings.ram_gib * 2**30) // row.record),
+        ram_rows=row.of_table(int(settings.ram_gib * 2**30) // row.record) if settings.ram_gib else None,
         policy=policy,
     )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import EmbeddingBagConfig, EmbeddingConfig
-from ..optim.fbgemm_types import EmbeddingLocation, require_location
+from ..optim.fbgemm_types import BELOW_DEVICE, EmbeddingLocation, require_location
 from ..optim.optimizers import apply_optimizer_in_backward, optimizer_of
 from ..policy import DEFAULT_POLICY, LookupPolicy
 from .bag_collection import EmbeddingBagCollection
@@ -17,7 +18,20 @@ from .sequence_collection import EmbeddingCollection
 
 
 class _Fused(TableCollection):
-    """A collection that is born with its optimizer."""
+    """A collection that is born with its optimizer, and knows where its rows are to lie."""
+
+    _location: EmbeddingLocation | None = None
+
+    def _lie(self, location: EmbeddingLocation | None) -> None:
+        """Keep a location, for whoever shards the collection."""
+        self._location = location
+        if location is not None and location.name in BELOW_DEVICE and self.device.type != "meta":
+            warnings.warn(
+                f"location={location.name}: {type(self).__name__} has its rows on its device, {self.device}, until it"
+                " is sharded: make it on meta, and give it to shardwise.tiered or DistributedModelParallel, which put"
+                " them below their device",
+                stacklevel=3,
+            )
 
     def _train_with(self, optimizer_type: type[torch.optim.Optimizer], optimizer_kwargs: dict[str, Any]) -> None:
         self._optimizer = (optimizer_type, optimizer_kwargs)
@@ -55,7 +69,9 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection, _Fused):
         tables, is_weighted, device, policy: as `EmbeddingBagCollection`.
         optimizer_type: torch.optim.SGD, Adagrad or Adam, or `RowWiseAdagrad`.
         optimizer_kwargs: its keyword arguments, `lr` first of all (default 0.01).
-        location: where rows lie: DEVICE is on the device, HOST is the same for the CPU; the others are not served.
+        location: where rows lie: DEVICE is on the device, HOST is the same for the CPU. MANAGED and MANAGED_CACHING are
+            where they lie once the collection is sharded and its plan says no more than "fused": in the memory of the
+            host, as with the compute kernels fused_uvm and fused_uvm_caching.
 
     Raises:
         ValueError: the optimizer has no fused rule, or an argument that the rule does not take; the location is not
@@ -76,6 +92,7 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection, _Fused):
         require_location(location, device)
         super().__init__(tables, is_weighted, device, policy=policy)
         self._train_with(optimizer_type, optimizer_kwargs)
+        self._lie(location)
 
 
 class FusedEmbeddingCollection(EmbeddingCollection, _Fused):
@@ -95,6 +112,7 @@ class FusedEmbeddingCollection(EmbeddingCollection, _Fused):
         require_location(location, device)
         super().__init__(tables, device, need_indices, policy=policy)
         self._train_with(optimizer_type, optimizer_kwargs)
+        self._lie(location)
 
 
 def fuse_embedding_optimizer(
@@ -117,24 +135,26 @@ def fuse_embedding_optimizer(
     for module in model.modules():
         if isinstance(module, TableCollection):
             require_location(location, device or module.device)
-    return _fuse(model, (optimizer_type, optimizer_kwargs), device, {})
+    return _fuse(model, (optimizer_type, optimizer_kwargs), device, location, {})
 
 
 def _fuse(
     model: nn.Module,
     optimizer: tuple[type[torch.optim.Optimizer], dict[str, Any]],
     device: torch.device | str | None,
+    location: EmbeddingLocation | None,
     done: dict[nn.Module, nn.Module],
 ) -> nn.Module:
     if model not in done:
         done[model] = model
         if isinstance(model, TableCollection):
-            done[model] = _fused_twin(model, *optimizer, model.device if device is None else torch.device(device))
+            where = model.device if device is None else torch.device(device)
+            done[model] = _fused_twin(model, *optimizer, where, location)
         else:
             # not named_children, which leaves out a module that it has met before
             for name, child in model._modules.items():
                 if child is not None:
-                    setattr(model, name, _fuse(child, optimizer, device, done))
+                    setattr(model, name, _fuse(child, optimizer, device, location, done))
     return done[model]
 
 
@@ -143,6 +163,7 @@ def _fused_twin(
     optimizer_type: type[torch.optim.Optimizer],
     optimizer_kwargs: dict[str, Any],
     device: torch.device,
+    location: EmbeddingLocation | None,
 ) -> nn.Module:
     if isinstance(model, _Fused):
         return model
@@ -150,7 +171,7 @@ def _fused_twin(
     for config, param in zip(model._configs, model._table_parameters(), strict=True):
         if optimizer_of(param) is not None:
             raise ValueError(f"table {config.name!r} already has an optimizer in the backward: a table takes one")
-    twin: TableCollection
+    twin: _Fused
     # on meta, so that nothing is drawn or allocated twice
     if type(model) is EmbeddingBagCollection:
         twin = FusedEmbeddingBagCollection(
@@ -167,4 +188,5 @@ def _fused_twin(
         model._settle()
         return model.to(device) if device != model.device else model
     twin._become_twin(model, device)
+    twin._lie(location)
     return twin

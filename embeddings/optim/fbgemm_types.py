@@ -198,12 +198,16 @@ def get_available_compute_device() -> ComputeDevice:
     return ComputeDevice.get_available()
 
 
+# names of locations whose rows are in the memory of the host, and with the second in part on the device
+BELOW_DEVICE = ("MANAGED", "MANAGED_CACHING")
+
+
 def require_location(location: EmbeddingLocation | None, device: torch.device | str | None) -> None:
     """Raise ValueError where rows on this device cannot lie there; FBGEMM's own enum is understood as well."""
     # by name, as the real FBGEMM may be installed
     name = "DEVICE" if location is None else location.name
     on_cpu = torch.device(device or "cpu").type in ("cpu", "meta")
-    if name not in ("DEVICE", "MANAGED", "MANAGED_CACHING") and not (name == "HOST" and on_cpu):
+    if name not in ("DEVICE", *BELOW_DEVICE) and not (name == "HOST" and on_cpu):
         raise ValueError(
             f"location={name}: rows lie on the collection's device, {device or 'cpu'}, or below it by MANAGED or"
             " MANAGED_CACHING: leave it None, or take one of these"

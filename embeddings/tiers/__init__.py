@@ -2,12 +2,14 @@
 
 from .backing import Backing, HostRecords
 from .cached_rows import CacheCounts, CachedRows, CacheLease, CacheSpec
+from .curves import TraceCurves, regret, sizes_between
 from .files import FileRecords
 from .io_queue import IoQueue, Job
 from .policies import AgedLfu, Policy, lfu, lru, policy_named
 from .ram_cache import RamOverFile
 from .records import RecordLayout
 from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots
+from .simulate import CacheSetting, Simulated, Simulation, record_bytes, rows_of_shard, simulate
 
 __all__ = [
     "AgedLfu",
@@ -15,6 +17,7 @@ __all__ = [
     "Backing",
     "CacheCounts",
     "CacheLease",
+    "CacheSetting",
     "CacheSpec",
     "CachedRows",
     "FileRecords",
@@ -27,9 +30,17 @@ __all__ = [
     "RamOverFile",
     "RecordLayout",
     "Residency",
+    "Simulated",
+    "Simulation",
     "Span",
     "TooFewSlots",
+    "TraceCurves",
     "lfu",
     "lru",
     "policy_named",
+    "record_bytes",
+    "regret",
+    "rows_of_shard",
+    "simulate",
+    "sizes_between",
 ]

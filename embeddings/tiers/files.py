@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...kernels.files.rows import ask_rows, read_rows, write_rows
+from ...kernels import ask_file_rows, read_file_rows, write_file_rows
 from .backing import put_rows, require_growth, require_rows, require_shape, take_rows
 from .scratch import ScratchFile
 
@@ -63,7 +63,7 @@ class FileRecords:
         if self._memory is not None:
             take_rows(self._memory, rows, out)
         else:
-            self._move(rows, out, read_rows, self._read_run, ask=True)
+            self._move(rows, out, read_file_rows, self._read_run, ask=True)
 
     def write(self, rows: Tensor, records: Tensor) -> None:
         """As `Backing` says.
@@ -76,7 +76,7 @@ class FileRecords:
             put_rows(self._memory, rows, records)
         else:
             # the system reads pages that it writes in part
-            self._move(rows, records, write_rows, self._write_run, ask=self._shape[1] % _PAGE != 0)
+            self._move(rows, records, write_file_rows, self._write_run, ask=self._shape[1] % _PAGE != 0)
 
     def grow(self, rows: int) -> None:
         """As `Backing` says.
@@ -119,7 +119,7 @@ class FileRecords:
         for i, (begin, end) in enumerate(windows):
             if ask:
                 for first, last in windows[i : i + 2] if i == 0 else windows[i + 1 : i + 2]:
-                    ask_rows(file, rows[first:last], step)
+                    ask_file_rows(file, rows[first:last], step)
             while begin < end:
                 moved = move(file, rows[begin:end], records[begin:end])
                 begin += moved or 0

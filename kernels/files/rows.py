@@ -14,25 +14,25 @@ from torch import Tensor
 from .. import numba_loops
 
 
-def read_rows(file: int, rows: Tensor, records: Tensor) -> int | None:
+def read_file_rows(file: int, rows: Tensor, records: Tensor) -> int | None:
     """Read rows of a file into records; gives how many of them, which is n unless the system did not give the next one
     in one go. None where nothing was done, because there are no loops here.
     """
     loops = _loops()
-    return None if loops is None else int(loops.read_rows(file, *_addresses(rows, records)))
+    return None if loops is None else int(loops.read_file_rows(file, *_addresses(rows, records)))
 
 
-def write_rows(file: int, rows: Tensor, records: Tensor) -> int | None:
-    """Write records to rows of a file; the result as that of `read_rows`."""
+def write_file_rows(file: int, rows: Tensor, records: Tensor) -> int | None:
+    """Write records to rows of a file; the result as that of `read_file_rows`."""
     loops = _loops()
-    return None if loops is None else int(loops.write_rows(file, *_addresses(rows, records)))
+    return None if loops is None else int(loops.write_file_rows(file, *_addresses(rows, records)))
 
 
-def ask_rows(file: int, rows: Tensor, record_bytes: int) -> None:
+def ask_file_rows(file: int, rows: Tensor, record_bytes: int) -> None:
     """Have the disk begin to read rows into the page cache, all at once; where it cannot be asked, nothing happens."""
     loops = _loops()
     if loops is not None and hasattr(os, "posix_fadvise"):
-        loops.ask_rows(file, rows.data_ptr(), rows.shape[0], record_bytes)
+        loops.ask_file_rows(file, rows.data_ptr(), rows.shape[0], record_bytes)
 
 
 def _loops() -> Any:

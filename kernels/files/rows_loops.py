@@ -35,7 +35,7 @@ def _run(row: Any, begin: int, n: int, most: int) -> int:
 
 
 @compiled(int64(*[int64] * 5))
-def read_rows(file: int, rows: int, n: int, records: int, step: int) -> int:
+def read_file_rows(file: int, rows: int, n: int, records: int, step: int) -> int:
     """Rows that were read before one that was not."""
     row, most, begin = i8(rows, n), max(1, _MOST // step), 0
     while begin < n:
@@ -48,7 +48,7 @@ def read_rows(file: int, rows: int, n: int, records: int, step: int) -> int:
 
 
 @compiled(int64(*[int64] * 5))
-def write_rows(file: int, rows: int, n: int, records: int, step: int) -> int:
+def write_file_rows(file: int, rows: int, n: int, records: int, step: int) -> int:
     """Rows that were written before one that was not."""
     row, most, begin = i8(rows, n), max(1, _MOST // step), 0
     while begin < n:
@@ -61,7 +61,7 @@ def write_rows(file: int, rows: int, n: int, records: int, step: int) -> int:
 
 
 @compiled(int64(*[int64] * 4))
-def ask_rows(file: int, rows: int, n: int, step: int) -> int:
+def ask_file_rows(file: int, rows: int, n: int, step: int) -> int:
     """Have reads of all these rows begin; a page that is there already costs a look. Gives n."""
     row, most, begin = i8(rows, n), max(1, _MOST // step), 0
     while begin < n:

@@ -23,7 +23,7 @@ from shardwise.embeddings import (
     RowWiseAdagrad,
     optimizer_spec,
 )
-from shardwise.embeddings.optim.fbgemm_types import require_location
+from shardwise.embeddings.optim.fbgemm_types import BELOW_DEVICE, require_location
 
 from ...planner.layout import BOUNDS_CHECKS, TRAINED_TYPES, TableOptions, Tier, bounds_check_name, type_name
 from ...planner.tiers import FUSED_WORDS, CacheSettings, idle_settings, settings_from_fused, settings_of
@@ -107,7 +107,7 @@ SETTINGS = (
 
 
 # a location of tables -> the compute kernel of those that say "fused"
-_KERNELS = {"MANAGED": "fused_uvm", "MANAGED_CACHING": "fused_uvm_caching"}
+_KERNELS = dict(zip(BELOW_DEVICE, ("fused_uvm", "fused_uvm_caching"), strict=True))
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class FusedSettings:
     given: frozenset[str] = frozenset()
     location: Any = None
     caches: CacheSettings = CacheSettings()
-    # settings of caches that were given
+    # settings of caches that were given and change something
     of_caches: tuple[str, ...] = ()
 
     def options_of(self, table: str, mark: Mark | None) -> TableOptions:
@@ -142,24 +142,20 @@ class FusedSettings:
         return table.dtype if options.weights_precision is None else dtype_named(options.weights_precision)
 
     def tier_of(
-        self, name: str, sharding: ParameterSharding, table: torch.Tensor, mark: Mark | None, options: TableOptions
-    ) -> Tier | None:
+        self, name: str, sharding: ParameterSharding, table: torch.Tensor, mark: Mark | None, options: TableOptions,
+        location: Any = None,
+    ) -> Tier | None:  # fmt: skip
         """Where the rows of a table lie by its plan, and where that says nothing by these; None is on the device.
 
-        Raises:
-            ValueError: a setting of a cache has a value that is no good.
+        Args:
+            location: of the collection, where these say nothing.
         """
         dtype = self.type_of(table, options)
         kernel = sharding.compute_kernel
         if kernel in ("fused", "fused_triton"):
-            kernel = _KERNELS.get(getattr(self.location, "name", ""), kernel)
+            kernel = _KERNELS.get(getattr(self.location or location, "name", ""), kernel)
         rule = None if mark is None else optimizer_spec(*mark, table=name).rule
-        try:
-            tier = asked_tier(
-                sharding, table.shape[0], table.shape[1], dtype, kernel=kernel, fused=self.caches, rule=rule
-            )
-        except ValueError as error:
-            raise ValueError(f"table {name!r}: {error}") from error
+        tier = asked_tier(sharding, table.shape[0], table.shape[1], dtype, kernel=kernel, fused=self.caches, rule=rule)
         if tier is not None and sharding.tier is None:
             for what, reason in idle_settings(sharding, str(dtype)).items():
                 warnings.warn(f"the plan's {what} (table {name!r}) has no effect: {reason}", stacklevel=5)
@@ -196,7 +192,7 @@ def settings_from(fused_params: Mapping[str, Any], *, stacklevel: int = 2) -> Fu
     given = {"lr" if name == "learning_rate" else name: value for name, value in fused_params.items()}
     asked = given.pop("optimizer", "SGD")
     lookups = {name: given.pop(name) for name in _OF_LOOKUPS if name in given}
-    caches = {name: value for name in _OF_CACHES if (value := given.pop(name, None))}
+    caches = {name: given.pop(name) for name in _OF_CACHES if name in given}
     if isinstance(asked, type) and issubclass(asked, torch.optim.Optimizer):
         name, kind, reads = asked.__name__, asked, tuple(given)
     else:
@@ -220,7 +216,7 @@ def settings_from(fused_params: Mapping[str, Any], *, stacklevel: int = 2) -> Fu
     options = replace(_options(lookups), stochastic_rounding=given.get("stochastic_rounding"))
     return FusedSettings(
         mark, options, frozenset(given), _location(lookups.get("location")), settings_from_fused(caches),
-        tuple(sorted(caches)),
+        tuple(sorted(name for name, value in caches.items() if value and name != "enforce_hbm")),
     )  # fmt: skip
 
 

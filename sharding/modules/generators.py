@@ -20,7 +20,7 @@ from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from shardwise.embeddings import optimizer_of
 
 from ...planner import layout
-from ...planner.layout import Shard
+from ...planner.layout import Shard, Tier
 from ..comms.env import get_local_size
 from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingType
@@ -33,24 +33,28 @@ ParameterShardingGenerator = Callable[[nn.Parameter, int, int, str, ModuleSharde
 Hosts = Sequence[Sequence[int]]
 
 
-def data_parallel() -> ParameterShardingGenerator:
+def data_parallel(*, tier: Tier | None = None) -> ParameterShardingGenerator:
     """A generator that puts a table whole on every rank.
 
     A table with an optimizer in its backward keeps it: every replica applies the same update. Without one its gradient
-    is averaged with those of the dense layers.
+    is averaged with those of the dense layers. With a `tier` (as `TableOptions`), every rank has a cache of its own.
     """
 
     def generate(
         param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: ModuleSharder[Any]
     ) -> ParameterSharding:
         kernel = _quantized(sharder, ShardingType.DATA_PARALLEL, device_type) or "dense"
-        return ParameterSharding(ShardingType.DATA_PARALLEL.value, kernel, list(range(world_size)))
+        return ParameterSharding(ShardingType.DATA_PARALLEL.value, kernel, list(range(world_size)), tier=tier)
 
     return generate
 
 
-def table_wise(rank: int, device: str | None = None, compute_kernel: str | None = None) -> ParameterShardingGenerator:
+def table_wise(
+    rank: int, device: str | None = None, compute_kernel: str | None = None, *, tier: Tier | None = None
+) -> ParameterShardingGenerator:
     """A generator that puts a table whole on `rank`, on a device of type `device` if that is not the plan's.
+
+    `tier` is as in `TableOptions`.
 
     Raises (from the generator):
         ValueError: there is no such rank.
@@ -61,7 +65,7 @@ def table_wise(rank: int, device: str | None = None, compute_kernel: str | None 
 
     devices = None if device is None else [device]
     placements = None if device is None else [placement_helper(device, rank, rank)]
-    return _generator(ShardingType.TABLE_WISE, cut, compute_kernel, devices, placements)
+    return _generator(ShardingType.TABLE_WISE, cut, compute_kernel, devices, placements, tier=tier)
 
 
 def row_wise(
@@ -70,6 +74,7 @@ def row_wise(
     num_buckets: int | None = None,
     *,
     reduction: str | None = None,
+    tier: Tier | None = None,
 ) -> ParameterShardingGenerator:
     """A generator that puts a block of rows on every rank.
 
@@ -79,7 +84,7 @@ def row_wise(
         compute_kernel: of the table; by default as the head of this module says.
         num_buckets: cut between buckets of rows / num_buckets rows, as many buckets on each rank, the first ranks one
             more.
-        reduction: as `TableOptions`.
+        reduction, tier: as `TableOptions`.
 
     Raises:
         ValueError: there are sizes and buckets, or device types that are not as many as sizes; from the generator: the
@@ -93,7 +98,7 @@ def row_wise(
             heights = None if num_buckets is None else _buckets(rows, len(ranks), num_buckets)
             return layout.row_wise("", rows, dim, ranks, heights)
 
-        return _generator(kind, cut_evenly, compute_kernel, reduction=reduction)
+        return _generator(kind, cut_evenly, compute_kernel, reduction=reduction, tier=tier)
     if num_buckets is not None:
         raise ValueError("row_wise: sizes_placement and num_buckets both say where to cut: give one of them")
     sizes, asked = sizes_placement
@@ -107,7 +112,7 @@ def row_wise(
         heights = _fitted(rows, sizes, "row_wise: sizes_placement", "rows")
         return layout.row_wise("", rows, dim, range(len(sizes)), heights)
 
-    return _generator(kind, cut, compute_kernel or "quant", devices, placements, reduction=reduction)
+    return _generator(kind, cut, compute_kernel or "quant", devices, placements, reduction=reduction, tier=tier)
 
 
 def column_wise(
@@ -117,6 +122,7 @@ def column_wise(
     device_types: list[str] | None = None,
     *,
     row_state: str | None = None,
+    tier: Tier | None = None,
 ) -> ParameterShardingGenerator:
     """A generator that puts a block of columns on each of `ranks`, which may repeat.
 
@@ -125,7 +131,7 @@ def column_wise(
         size_per_rank: columns of each shard, the last cut to what is left; default the same number for each.
         compute_kernel: of the table; by default as the head of this module says.
         device_types: of each shard, if not the plan's.
-        row_state: as `TableOptions`.
+        row_state, tier: as `TableOptions`.
 
     Raises:
         ValueError: neither ranks nor sizes are given, or their numbers differ; from the generator: the columns do not
@@ -147,11 +153,13 @@ def column_wise(
         return layout.column_wise("", rows, dim, places, widths)
 
     kind = ShardingType.COLUMN_WISE
-    return _generator(kind, cut, compute_kernel, device_types, placements, row_state=row_state)
+    return _generator(kind, cut, compute_kernel, device_types, placements, row_state=row_state, tier=tier)
 
 
-def table_row_wise(host_index: int, *, reduction: str | None = None) -> ParameterShardingGenerator:
-    """A generator that puts a block of rows on each rank of one host.
+def table_row_wise(
+    host_index: int, *, reduction: str | None = None, tier: Tier | None = None
+) -> ParameterShardingGenerator:
+    """A generator that puts a block of rows on each rank of one host; `reduction`, `tier` as `TableOptions`.
 
     Raises (from the generator):
         ValueError: there is no such host.
@@ -160,11 +168,11 @@ def table_row_wise(host_index: int, *, reduction: str | None = None) -> Paramete
     def cut(rows: int, dim: int, hosts: Hosts) -> list[Shard]:
         return layout.table_row_wise("", rows, dim, _host(hosts, host_index))
 
-    return _generator(ShardingType.TABLE_ROW_WISE, cut, reduction=reduction)
+    return _generator(ShardingType.TABLE_ROW_WISE, cut, reduction=reduction, tier=tier)
 
 
 def table_column_wise(
-    host_index: int, size_per_rank: list[int] | None = None, *, row_state: str | None = None
+    host_index: int, size_per_rank: list[int] | None = None, *, row_state: str | None = None, tier: Tier | None = None
 ) -> ParameterShardingGenerator:
     """A generator that puts a block of columns on each rank of one host. TorchRec has the type but no generator.
 
@@ -182,11 +190,11 @@ def table_column_wise(
         widths = _fitted(dim, size_per_rank, "table_column_wise: size_per_rank", "columns")
         return layout.table_column_wise("", rows, dim, [ranks[n % len(ranks)] for n in range(len(widths))], widths)
 
-    return _generator(ShardingType.TABLE_COLUMN_WISE, cut, row_state=row_state)
+    return _generator(ShardingType.TABLE_COLUMN_WISE, cut, row_state=row_state, tier=tier)
 
 
 def grid_shard(
-    host_indexes: list[int], *, reduction: str | None = None, row_state: str | None = None
+    host_indexes: list[int], *, reduction: str | None = None, row_state: str | None = None, tier: Tier | None = None
 ) -> ParameterShardingGenerator:
     """A generator that puts a block of columns on each host, and of it a block of rows on each rank.
 
@@ -197,7 +205,7 @@ def grid_shard(
     def cut(rows: int, dim: int, hosts: Hosts) -> list[Shard]:
         return layout.grid("", rows, dim, [_host(hosts, index) for index in host_indexes])
 
-    return _generator(ShardingType.GRID_SHARD, cut, reduction=reduction, row_state=row_state)
+    return _generator(ShardingType.GRID_SHARD, cut, reduction=reduction, row_state=row_state, tier=tier)
 
 
 _GENERATORS: dict[ShardingType, Callable[..., ParameterShardingGenerator]] = {
@@ -341,6 +349,7 @@ def _generator(
     *,
     reduction: str | None = None,
     row_state: str | None = None,
+    tier: Tier | None = None,
 ) -> ParameterShardingGenerator:
     """The generator of a cut: (rows, dim, hosts) -> shards.
 
@@ -365,8 +374,8 @@ def _generator(
             for s, at in zip(shards, placements if placements and quantized else where, strict=True)
         ]
         ranks, spec = [shard.rank for shard in shards], EnumerableShardingSpec(cuts)
-        chosen = kernel or _quantized(sharder, kind, device_type) or _trained(sharder, param)
-        return ParameterSharding(kind.value, chosen, ranks, spec, reduction=reduction, row_state=row_state)
+        chosen = kernel or _quantized(sharder, kind, device_type) or _trained(sharder, param, tier)
+        return ParameterSharding(kind.value, chosen, ranks, spec, reduction=reduction, row_state=row_state, tier=tier)
 
     return generate
 
@@ -377,9 +386,9 @@ def _quantized(sharder: ModuleSharder[Any], kind: ShardingType, device_type: str
     return next((kernel for kernel in offered if kernel.startswith("quant")), None)
 
 
-def _trained(sharder: ModuleSharder[Any], param: nn.Parameter) -> str:
-    """The kernel of a cut table that trains: "fused" where there is an optimizer for its backward, else "dense"."""
-    marked = hasattr(param, "_in_backward_optimizers") or optimizer_of(param) is not None
+def _trained(sharder: ModuleSharder[Any], param: nn.Parameter, tier: Tier | None) -> str:
+    """The kernel of a cut table that trains: "fused" with a tier or an optimizer for its backward, else "dense"."""
+    marked = tier is not None or hasattr(param, "_in_backward_optimizers") or optimizer_of(param) is not None
     return "fused" if marked or name_an_optimizer(getattr(sharder, "fused_params", None)) else "dense"
 
 

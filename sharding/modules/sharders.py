@@ -154,7 +154,8 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
             shard for name, size in sizes.items() for shard in shards_of(name, params[name], *size, env.world_size)
         ]
         tables = BaseEmbeddingSharder.shardable_parameters(self, cast(M, module))
-        options = {name: self._options_of(name, params[name], tables[name]) for name in sizes}
+        location = getattr(module, "_location", None)
+        options = {name: self._options_of(name, params[name], tables[name], location) for name in sizes}
         self._settings.warn_of_caches(options.values())
         reserved = {name: self._settings.reserved_of(params[name]) for name in sizes if options[name].tier is not None}
         if any(reserved.values()):
@@ -185,11 +186,13 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         fitted = within_memory(tiers, reserved, shards, row_bytes, total)
         return {name: replace(table, tier=fitted[name]) for name, table in options.items()}
 
-    def _options_of(self, name: str, sharding: ParameterSharding, table: torch.Tensor) -> TableOptions:
-        """What a table's plan says of it, and where it says nothing the `fused_params`."""
+    def _options_of(
+        self, name: str, sharding: ParameterSharding, table: torch.Tensor, location: Any = None
+    ) -> TableOptions:
+        """What a table's plan says of it, and where it says nothing the `fused_params` or the collection."""
         mark = optimizer_of(table)
         options = options_of(sharding).over(self._settings.options_of(name, mark))
-        tier = self._settings.tier_of(name, sharding, table, mark or self._default_optimizer, options)
+        tier = self._settings.tier_of(name, sharding, table, mark or self._default_optimizer, options, location)
         return replace(options, tier=tier)
 
     def _build(

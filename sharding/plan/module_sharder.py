@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...planner.layout import CAPABILITIES
+from ...planner.layout import CAPABILITIES, TIERED_KERNELS
 from ..comms.env import ShardingEnv
 from .plan import SERVED_KERNELS, EmbeddingComputeKernel, ParameterSharding, ShardingType
 
@@ -60,7 +60,9 @@ class ModuleSharder(ABC, Generic[M]):
         return [EmbeddingComputeKernel.DENSE.value]
 
     def storage_usage(self, tensor: Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
-        """Bytes of a table by where they lie: "hbm" on a GPU, "ddr" on the CPU. Optimizer states are not counted.
+        """Bytes of a table by where they lie: "hbm" on a GPU, "ddr" on the CPU and below a GPU, "ssd" in files.
+
+        Optimizer states and caches are not counted.
 
         Raises:
             ValueError: the device type or the kernel is not served.
@@ -68,7 +70,8 @@ class ModuleSharder(ABC, Generic[M]):
         require_device_type(compute_device_type)
         if compute_kernel not in SERVED_KERNELS:
             raise ValueError(f"compute_kernel {compute_kernel!r} is not one of {list(SERVED_KERNELS)}")
-        where = "ddr" if compute_device_type == "cpu" else "hbm"
+        below = "ssd" if compute_kernel == "key_value" else "ddr" if compute_kernel in TIERED_KERNELS else None
+        where = below or ("ddr" if compute_device_type == "cpu" else "hbm")
         return {where: tensor.element_size() * tensor.numel()}
 
 

@@ -52,7 +52,7 @@ from ...planner.layout import (
     data_parallel as data_parallel_shards,
     type_name,
 )
-from ...planner.tiers import plain_tier, tier_from
+from ...planner.tiers import plain_tier, settings_of, tier_from
 from ..comms.env import get_local_size
 from .caches import CacheParams as CacheParams, KeyValueParams, describe, lost_params, read_params, written_params
 
@@ -283,7 +283,8 @@ def shards_of(name: str, sharding: ParameterSharding, rows: int, dim: int, world
 
     Raises:
         ValueError: a shard's placement names no rank, `ranks` says otherwise than the shards, the kernel is none of
-            `SERVED_KERNELS`, or `bounds_check_mode` or `output_dtype` is none that tables which train have.
+            `SERVED_KERNELS`, `bounds_check_mode` or `output_dtype` is none that tables which train have, or a setting
+            of a cache is no good.
     """
     _require_served(name, sharding)
     if sharding.sharding_spec is None:
@@ -314,6 +315,10 @@ def _require_served(name: str, sharding: ParameterSharding) -> None:
             f"table {name!r}: compute_kernel {sharding.compute_kernel!r} is not served: a plan to train with has"
             " 'fused' (an optimizer in the backward) or 'dense' (a gradient for an ordinary optimizer)"
         )
+    try:
+        settings_of(sharding)
+    except ValueError as error:
+        raise ValueError(f"table {name!r}: {error}") from error
     for what, reason in check_settings(name, sharding, TRAINED_SETTINGS).items():
         warnings.warn(f"the plan's {what} (table {name!r}) has no effect: {reason}", stacklevel=3)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # the first sentence of each command's help, for help and completion of them all
 COMMANDS = {
+    "cache": "Record which rows a loader's batches want, and simulate caches of tables larger than the device",
     "ckpt": "Look at checkpoints, compare them, and write them anew",
     "doctor": "Check this machine: versions, devices, bandwidths, links, every family of ops, what is tuned",
     "env": "What shardwise runs on here: versions, devices, environment; to paste into an issue",

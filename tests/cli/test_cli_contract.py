@@ -77,6 +77,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         checkpoint.save(place / name, _Model(value), step=1).wait()
     (place / "no_folder").mkdir()
     (place / "no.json").write_text("[1, 2")
+    (place / "no.npz").write_text("[1, 2")
+    (place / "tables.json").write_text('[{"name": "t", "num_embeddings": 100, "embedding_dim": 4}]')
     (place / "empty.json").touch()
     (place / "none.py").write_text("def (")
     (place / "good.py").write_text("import torch\ndef make(): return 3\n")
@@ -127,6 +129,12 @@ ENDINGS: Sequence[tuple[int, str, str]] = (
     (2, "export served --model good.py:make", "returned int"),
     (2, "export served --model good.py:make --checkpoint no_folder", "no_folder is no checkpoint"),
     (2, "export served --model good.py:make --table-dtype a=in8", "did you mean 'int8'?"),
+    (2, "cache record t.npz --loader good.py:make --tables no.json", "no.json"),
+    (2, "cache record t.npz --loader good.py:maek --tables tables.json", "did you mean 'make'?"),
+    (2, "cache record no_folder --loader good.py:make --tables no.json", "no_folder"),
+    (2, "cache simulate missing.npz", "missing.npz"),
+    (2, "cache simulate no.npz", "no.npz: no trace that can be read"),
+    (0, "cache simulate --tables tables.json", ""),
     (0, "migrate good.py", ""),
     (1, "migrate gone.py", ""),
     (2, "migrate missing.py", "missing.py"),

@@ -5,6 +5,7 @@ Takes half a minute: the scripts train."""
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 
 import pytest
@@ -33,6 +34,14 @@ def test_quickstart_says_what_it_did() -> None:
     assert "pooled: {'clicked': (3, 8), 'user': (3, 4)}" in printed
     assert "IndexError: feature 'clicked' (table 'item'), sample 0: id 1000 is outside [0, 1000)" in printed
     assert "ignored: 0.0" in printed
+
+
+def test_rows_lie_in_a_store_of_ones_own() -> None:
+    lines = run_script("examples/tier_lmdb.py").splitlines()
+    if importlib.util.find_spec("lmdb") is None:
+        assert lines.pop(0) == "lmdb is not installed: rows lie in a dict"
+    assert lines[0].startswith("400 of 5000 rows on the device; read ")
+    assert lines[1:] == ["same bits as with all rows on the device: True"]
 
 
 def test_a_canary_says_what_it_needs() -> None:

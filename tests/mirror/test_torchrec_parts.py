@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -58,9 +59,16 @@ from shardwise.migration.fbgemm_names import FBGEMM_OPS
 from shardwise.migration.hints import OPS, advice
 from shardwise.migration.mirror import hint_at_ops, leave_ops_alone
 from shardwise.migration.names import finding
+from shardwise.planner.layout import Tier
 from shardwise.planner.torchrec.enumerators import EmbeddingEnumerator
 from shardwise.planner.torchrec.storage_estimators import EmbeddingStorageEstimator
-from shardwise.sharding import column_wise, data_parallel, row_wise, table_wise
+from shardwise.sharding import (
+    FusedEmbeddingBagCollectionSharder,
+    column_wise,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
 from shardwise.sharding.dmp.tracing import Tracer, symbolic_trace
 from shardwise.sharding.dmp.unwrap import CopyableMixin
 from shardwise.sharding.modules.sharded_collections import ShardedFusedEmbeddingBagCollection
@@ -120,12 +128,41 @@ def test_a_fused_collection_lies_where_its_location_says() -> None:
     for location in (None, EmbeddingLocation.DEVICE, EmbeddingLocation.HOST):
         made = FusedEmbeddingBagCollection(tables(), torch.optim.SGD, {"lr": 0.1}, False, "cpu", location)
         assert made.device.type == "cpu"
-    with pytest.raises(ValueError, match="location=MANAGED_CACHING: rows lie on the collection's device, cpu"):
-        FusedEmbeddingBagCollection(tables(), torch.optim.SGD, {}, location=EmbeddingLocation.MANAGED_CACHING)
     with pytest.raises(ValueError, match="location=HOST: rows lie on the collection's device, cuda"):
         FusedEmbeddingBagCollection(tables(), torch.optim.SGD, {}, False, "cuda", EmbeddingLocation.HOST)
-    with pytest.raises(ValueError, match="location=MANAGED"):
-        fuse_embedding_optimizer(EmbeddingBagCollection(tables()), torch.optim.SGD, {}, None, EmbeddingLocation.MANAGED)
+
+
+@pytest.mark.parametrize(
+    ("location", "tier"),
+    [
+        (EmbeddingLocation.MANAGED, Tier()),
+        (EmbeddingLocation.MANAGED_CACHING, Tier(0.2, max_slots=1.0)),
+        (EmbeddingLocation.DEVICE, None),
+    ],
+)
+def test_a_fused_collection_lies_below_its_device_once_it_is_sharded(
+    location: EmbeddingLocation, tier: Tier | None
+) -> None:
+    env, optimizer = ShardingEnv.from_local(1, 0), (torch.optim.SGD, {"lr": 0.1})
+    made = FusedEmbeddingBagCollection(tables(), *optimizer, False, "meta", location)
+    fused = fuse_embedding_optimizer(EmbeddingBagCollection(tables()), *optimizer, torch.device("meta"), location)
+    sharder = FusedEmbeddingBagCollectionSharder()
+    for module in (made, fused, copy.deepcopy(made)):
+        of_module = construct_module_sharding_plan(
+            module, {"ta": table_wise(0), "tb": table_wise(0, tier=Tier(3))}, sharder, 1, 1, "cpu"
+        )
+        found: Any = sharder.shard(module, of_module, env)  # type: ignore[arg-type]
+        assert [found.states.tables[name].options.tier for name in ("ta", "tb")] == [tier, Tier(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if tier is not None:
+            # the rows of an unsharded collection are where it is
+            with pytest.warns(
+                UserWarning, match=f"location={location.name}: .* has its rows on its device, cpu, until"
+            ):
+                FusedEmbeddingBagCollection(tables(), *optimizer, location=location)
+        else:
+            FusedEmbeddingBagCollection(tables(), *optimizer, location=location)
 
 
 def test_a_table_config_makes_a_collection() -> None:
@@ -218,9 +255,7 @@ def test_a_plans_settings_join_the_fused_parameters() -> None:
         "learning_rate": 0.2, "cache_load_factor": 0.3, "cache_precision": SparseType.FP16,
         "multipass_prefetch_config": (3, 6 * 1024 * 1024), "stochastic_rounding": False,
     }  # fmt: skip
-    with pytest.warns(
-        UserWarning, match="cache_load_factor, cache_precision, multipass_prefetch_config have no effect"
-    ):
+    with pytest.warns(UserWarning, match="fused_params: multipass_prefetch_config have no effect"):
         assert EmbeddingBagCollectionSharder(fused_params).default_optimizer[1] == {
             "lr": 0.2,
             "stochastic_rounding": False,
@@ -243,7 +278,7 @@ def test_settings_of_a_store_join_those_of_a_table_on_ssd() -> None:
 
 
 class OnSsd(EmbeddingBagCollectionSharder):
-    """Offers a kernel that the planner prices and the engine does not run."""
+    """Offers no other kernel than one of tables in files."""
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         return ["key_value"]

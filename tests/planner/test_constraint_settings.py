@@ -32,7 +32,7 @@ from shardwise import (
 from shardwise.embeddings.config import _NOT_SERVED, BaseEmbeddingConfig, EmbeddingConfig
 from shardwise.inference import quantize_inference_model
 from shardwise.planner import EmbeddingEnumerator, GreedyProposer, Skew, plan_tables, read_tables
-from shardwise.planner.layout import SERVED_SETTINGS, TRAINED_SETTINGS
+from shardwise.planner.layout import SERVED_SETTINGS, TRAINED_SETTINGS, Tier
 from shardwise.sharding import CacheParams, DistributedModelParallel, ParameterSharding, table_wise
 from shardwise.sharding.quant import QuantEmbeddingBagCollectionSharder
 from shardwise.sharding.torchrec.fused_params import KeyValueParams
@@ -55,6 +55,7 @@ CONSTRAINTS: dict[str, list[tuple[Any, str, str]]] = {
     "output_dtype": [(DataType.FP16, OBEYED, REFUSED), (DataType.INT8, REFUSED, REFUSED)],
     "key_value_params": [(KeyValueParams(), IDLE, IDLE)],
     "use_virtual_table": [(True, REFUSED, REFUSED)],
+    "tier": [(Tier(3), OBEYED, IDLE), (0.5, REFUSED, IDLE)],
 }
 CASES = [(name, *case) for name, cases in CONSTRAINTS.items() for case in cases]
 # settings of a plan that are no constraints: where the table is, and how its shards work together
@@ -205,7 +206,7 @@ def test_a_device_group_is_a_device() -> None:
 
 @pytest.mark.parametrize(("what", "value", "fate"), [
     ("use_virtual_table", True, REFUSED), ("output_dtype", "int8", REFUSED), ("output_dtype", "fp16", OBEYED),
-    ("stochastic_rounding", False, OBEYED), ("enforce_hbm", False, IDLE),
+    ("stochastic_rounding", False, OBEYED), ("enforce_hbm", False, IDLE), ("tier", {"slots": 0.1}, OBEYED),
 ])  # fmt: skip
 def test_files_of_constraints_meet_the_same_words(tmp_path: Path, what: str, value: Any, fate: str) -> None:
     pytest.importorskip("click")
@@ -231,7 +232,7 @@ def test_a_plan_for_comparison_says_that_it_cannot_be_trained(tmp_path: Path) ->
     """TorchRec's formulas choose kernels that the engine does not run; training refused the file much later."""
     file = tmp_path / "tables.json"
     file.write_text(json.dumps([{"name": "t", "num_embeddings": 10**8, "embedding_dim": 128}]))
-    rules = {"t": ParameterConstraints(compute_kernels=["fused_uvm"], sharding_types=["table_wise"])}
+    rules = {"t": ParameterConstraints(compute_kernels=["ssd_virtual_table"], sharding_types=["table_wise"])}
     small = Topology(2, "cuda", hbm_cap=2**30, local_world_size=2)
-    with pytest.warns(UserWarning, match="tables 't' have compute_kernel 'fused_uvm', .* refuses"):
+    with pytest.warns(UserWarning, match="tables 't' have compute_kernel 'ssd_virtual_table', .* refuses"):
         plan_tables(read_tables(file), small, 512, cost="torchrec", constraints=rules)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,14 +14,16 @@ from shardwise import (
     EmbeddingConfig,
     KeyedJaggedTensor,
     ShardingEnv,
+    apply_optimizer_in_backward,
     construct_module_sharding_plan,
 )
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.cost.ways import Way, split_widths, ways_of
-from shardwise.planner.layout import CAPABILITIES, MIN_COLUMNS, validate
+from shardwise.planner.layout import CAPABILITIES, MIN_COLUMNS, TIERED_KERNELS, Tier, validate
 from shardwise.planner.tables import Feature, Table
 from shardwise.planner.topology import Topology
 from shardwise.sharding import (
+    CacheParams,
     column_wise,
     data_parallel,
     grid_shard,
@@ -64,19 +68,29 @@ def _plan(module: torch.nn.Module, kind: str, kernel: str) -> dict[str, Paramete
     return dict(plan)
 
 
+def _rows(made: Any) -> list[torch.Tensor]:
+    """The rows of a sharded table, those below the device as well."""
+    with made.shards.whole():
+        return [parameter.detach().clone() for parameter in made.parameters()]
+
+
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize(
     ("kind", "kernel"), [(kind, kernel) for kind, kernels in CAPABILITIES["cpu"].items() for kernel in kernels]
 )
 def test_what_the_table_lists_trains(kind: str, kernel: str, pooled: bool) -> None:
     module = _collection(pooled)
+    if kernel in TIERED_KERNELS:
+        # of replicas nobody else says it
+        apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
     made = require_sharder(module).shard(module, _plan(module, kind, kernel), ShardingEnv.from_local(1, 0))
-    before = [parameter.detach().clone() for parameter in made.parameters()]
+    before = _rows(made)
     embeddings = made(KeyedJaggedTensor(["f"], torch.tensor([3, 4, 3]), lengths=torch.tensor([2, 1])))
     out = embeddings.values() if pooled else dict(embeddings)["f"].values()
     out.sum().backward()
-    trained = [not torch.equal(p, b) or p.grad is not None for p, b in zip(made.parameters(), before, strict=True)]
-    assert all(trained) and trained
+    changed = [not torch.equal(a, b) for a, b in zip(_rows(made), before, strict=True)]
+    assert changed and all(changed) or all(parameter.grad is not None for parameter in made.parameters())
+    assert (made.states.tables["t"].options.tier is not None) == (kernel in TIERED_KERNELS)
 
 
 @pytest.mark.parametrize("kind", [kind.value for kind in ShardingType])
@@ -133,7 +147,7 @@ def test_the_types_that_machines_have(topology: Topology, names: set[str]) -> No
         (ParameterConstraints(sharding_types=["column_wise"], min_partition=100), {("column_wise", (128,))}),
         (ParameterConstraints(sharding_types=["table_row_wise"]), {("table_row_wise", (128,))}),
         (ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["dense"]), {("row_wise", (128,))}),
-        (ParameterConstraints(compute_kernels=["fused_uvm"]), set()),
+        (ParameterConstraints(compute_kernels=["ssd_virtual_table"]), set()),
     ],
 )
 def test_a_constraint_leaves_what_it_allows(
@@ -149,6 +163,30 @@ def test_a_cut_table_is_dense_where_type_and_kernel_are_named() -> None:
         for kernels, expected in ((None, "fused"), (["dense"], "dense"), (["dense", "fused"], "fused")):
             asked = ParameterConstraints(sharding_types=[kind], compute_kernels=kernels)
             assert {way.compute_kernel for way in ways_of(_table(), Topology(4, "cpu"), asked)} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("given", "tiers"),
+    [
+        ({}, {("fused", None)}),
+        ({"compute_kernels": ["fused_uvm"]}, {("fused_uvm", Tier())}),
+        (
+            {"compute_kernels": ["fused", "fused_uvm_caching"], "cache_params": CacheParams(load_factor=0.25)},
+            {("fused", None), ("fused_uvm_caching", Tier(0.25, max_slots=1.0))},
+        ),
+        ({"tier": Tier(7)}, {("fused", Tier(7))}),
+    ],
+)
+def test_rows_are_below_the_device_only_where_a_constraint_says_so(
+    given: dict[str, Any], tiers: set[tuple[str, Tier | None]]
+) -> None:
+    for kind in ("table_wise", "column_wise", "row_wise"):
+        ways = ways_of(_table(), Topology(4, "cpu"), ParameterConstraints(sharding_types=[kind], **given))
+        assert {(way.compute_kernel, way.tier) for way in ways} == tiers
+    free = ways_of(_table(), Topology(4, "cpu"), ParameterConstraints(**given))
+    assert {(way.compute_kernel, way.tier) for way in free if not way.replica} == tiers
+    # replicas, each with a cache of its own, are not offered but by name
+    assert not [way for way in free if way.replica and way.tier]
 
 
 def test_a_constraint_on_kernels_chooses_among_those_of_a_type() -> None:

@@ -128,8 +128,11 @@ def test_storage_is_counted_where_a_table_lies() -> None:
     sharder, table = EmbeddingBagCollectionSharder(), torch.empty(7, 4, dtype=torch.float16, device="meta")
     assert sharder.storage_usage(table, "cuda", "fused") == {"hbm": 56}
     assert sharder.storage_usage(table, "cpu", "dense") == {"ddr": 56}
-    with pytest.raises(ValueError, match="compute_kernel 'key_value' is not one of"):
-        sharder.storage_usage(table, "cpu", "key_value")
+    # below the device
+    assert sharder.storage_usage(table, "cuda", "fused_uvm_caching") == {"ddr": 56}
+    assert sharder.storage_usage(table, "cpu", "key_value") == {"ssd": 56}
+    with pytest.raises(ValueError, match="compute_kernel 'ssd_virtual_table' is not one of"):
+        sharder.storage_usage(table, "cpu", "ssd_virtual_table")
     for call in (
         lambda: sharder.sharding_types("tpu"),
         lambda: sharder.compute_kernels("row_wise", "tpu"),
@@ -305,10 +308,10 @@ def test_fused_params_name_an_optimizer(fused_params: dict[str, Any], kind: type
 
 
 def test_what_fused_params_do_not_do_is_said_once_by_name() -> None:
-    """FBGEMM takes momentum and eps for SGD, and caches for tables on the device, and does nothing with them."""
-    fused_params = {"momentum": 0.9, "eps": 1e-8, "cache_load_factor": 0.1, "learning_rate": 0.5}
+    """FBGEMM takes momentum and eps for SGD, and does nothing with them."""
+    fused_params = {"momentum": 0.9, "eps": 1e-8, "uvm_host_mapped": True, "learning_rate": 0.5}
     with pytest.warns(
-        UserWarning, match="fused_params: cache_load_factor, eps, momentum have no effect with SGD"
+        UserWarning, match="fused_params: eps, momentum, uvm_host_mapped have no effect with SGD"
     ) as caught:
         assert EmbeddingBagCollectionSharder(fused_params)._default_optimizer == (torch.optim.SGD, {"lr": 0.5})
     assert [str(warning.filename) for warning in caught] == [__file__]

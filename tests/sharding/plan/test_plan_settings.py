@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import os
 import pickle
+import tempfile
 import warnings
 import zlib
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,10 +38,18 @@ from shardwise import (
     apply_optimizer_in_backward,
     construct_module_sharding_plan,
 )
-from shardwise.embeddings.optim.fbgemm_types import EmbeddingLocation, EmbOptimType, SparseType
-from shardwise.sharding import column_wise, data_parallel, row_wise, table_wise
+from shardwise.embeddings.optim.fbgemm_types import (
+    CacheAlgorithm,
+    EmbeddingLocation,
+    EmbOptimType,
+    MultiPassPrefetchConfig,
+    SparseType,
+)
+from shardwise.planner.layout import Shard, Tier
+from shardwise.sharding import CacheParams, column_wise, data_parallel, row_wise, table_wise
 from shardwise.sharding.comms.qcomms import CommType, QCommsConfig, get_qcomm_codecs_registry
 from shardwise.sharding.modules.fused_params import SETTINGS, settings_from
+from shardwise.sharding.plan.caches import KeyValueParams, within_memory
 
 pytestmark = pytest.mark.ranks
 
@@ -291,6 +303,19 @@ OBEYED = (
     *("weight_decay", "weight_decay_mode", "stochastic_rounding", "seed", "gradient_clipping", "max_gradient"),
     *("max_norm", "output_dtype", "bounds_check_mode", "weights_precision", "location"),
 )
+# setting of caches -> what it makes of a table of the kernel key_value with 12 rows of 8 fp32 numbers, trained by SGD
+CACHES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "cache_algorithm": (CacheAlgorithm.LFU, {"policy": "lfu"}),
+    "cache_load_factor": (0.5, {"slots": 0.5}),
+    "cache_sets": (1, {"slots": 12}),
+    "cache_reserved_memory": (1.0, {}),
+    "cache_precision": (SparseType.FP32, {}),
+    "enforce_hbm": (True, None),
+    "ssd_storage_directory": ("/nvme", {"folder": "/nvme"}),
+    "l2_cache_size": (1 / 2**30 * 96, {"ram_rows": 3}),
+    "max_l1_cache_size": (1 / 2**20 * 64, {"slots": 2}),
+    "prefetch_pipeline": (True, {}),
+}
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(SETTINGS))
@@ -299,6 +324,10 @@ def test_no_key_of_fused_params_is_silent(name: str) -> None:
     if name in REFUSED:
         with pytest.raises(ValueError, match=f"fused_params: {name}=.* is not served"):
             EmbeddingBagCollectionSharder({name: REFUSED[name]})
+    elif name in CACHES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            EmbeddingBagCollectionSharder({name: CACHES[name][0]})
     elif name not in OBEYED:
         with pytest.warns(UserWarning, match=f"fused_params: {name} have no effect with SGD"):
             EmbeddingBagCollectionSharder({name: 1})
@@ -317,7 +346,14 @@ def test_no_key_of_fused_params_is_silent(name: str) -> None:
             TypeError,
             "there is no setting 'cache_lod_factor': did you mean 'cache_load_factor'",
         ),
-        ({"location": EmbeddingLocation.MANAGED_CACHING}, ValueError, "location=MANAGED_CACHING: rows lie on"),
+        (
+            {"location": EmbeddingLocation.MTIA},
+            ValueError,
+            "location=MTIA: rows lie on the collection's device, cpu, or",
+        ),
+        ({"cache_load_factor": 1.5}, ValueError, "cache_load_factor must be a share of the rows, from 0 to 1, got 1.5"),
+        ({"cache_algorithm": "MRU"}, ValueError, "cache_algorithm must be CacheAlgorithm LRU or LFU, got 'MRU'"),
+        ({"l2_cache_size": -1}, ValueError, "l2_cache_size must be a number of 0 or more, got -1"),
         ({"location": "host"}, ValueError, "location must be an EmbeddingLocation, got 'host'"),
         ({"max_norm": 1.0}, ValueError, "max_norm=1.0 is not served with SGD: ROWWISE_ADAGRAD"),
         ({"output_dtype": SparseType.INT8}, ValueError, "output_dtype must be one of FP32, FP16, BF16, got"),
@@ -334,6 +370,94 @@ def test_no_key_of_fused_params_is_silent(name: str) -> None:
 def test_what_fused_params_cannot_have_is_refused_by_name(fused: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=f"(?s){message}"):
         EmbeddingBagCollectionSharder(fused)
+
+
+def tier_in(model: Any, table: str = "a") -> Tier | None:
+    """Where the model has the rows of a table."""
+    found = model.module.states.tables[table].options.tier
+    assert found is None or isinstance(found, Tier)
+    return found
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_settings_of_caches_in_fused_params_make_the_tier_of_tables_that_have_one(name: str, tmp_path: Path) -> None:
+    value, change = CACHES[name]
+    value, change = (str(tmp_path), {"folder": str(tmp_path)}) if name == "ssd_storage_directory" else (value, change)
+    folder = os.path.join(tempfile.gettempdir(), "shardwise")
+    expected = None if change is None else replace(Tier(0.2, "file", folder, max_slots=1.0), **change)
+    with warnings.catch_warnings():
+        if name != "cache_reserved_memory":
+            warnings.simplefilter("error")
+        model = sharded(collection(), {"a": {"compute_kernel": "key_value"}}, {name: value})
+    assert tier_in(model) == expected and tier_in(model, "b") is None
+    if name != "enforce_hbm":
+        # where nothing is below the device, what it asks for is so
+        with pytest.warns(UserWarning, match=f"fused_params: {name} have no effect: the plan has no table with rows be"):
+            sharded(collection(), {}, {name: value})
+
+
+def test_what_a_plan_says_of_a_cache_goes_before_fused_params() -> None:
+    said = {"compute_kernel": "fused_uvm_caching", "cache_params": CacheParams(load_factor=0.25)}
+    model = sharded(
+        collection(),
+        {"a": said, "b": {"compute_kernel": "fused_uvm"}, "c": {"tier": Tier(3), "compute_kernel": "fused"}},
+        {"cache_load_factor": 0.5, "cache_algorithm": CacheAlgorithm.LRU},
+    )
+    assert tier_in(model, "a") == Tier(0.25, max_slots=1.0, policy="lru")
+    assert [tier_in(model, name) for name in "bcd"] == [Tier(), Tier(3), None]
+
+
+def test_a_location_below_the_device_is_that_of_all_tables_whose_kernel_says_fused() -> None:
+    changes = {"a": {"compute_kernel": "fused"}, "b": {"compute_kernel": "fused_uvm"}}
+    model = sharded(collection(), changes, {"location": EmbeddingLocation.MANAGED_CACHING, "lr": 0.1})
+    assert tier_in(model, "a") == Tier(0.2, max_slots=1.0) and tier_in(model, "b") == Tier()
+    model = sharded(collection(), changes, {"location": EmbeddingLocation.MANAGED, "lr": 0.1})
+    assert tier_in(model, "a") == Tier() and tier_in(model, "d") is None
+
+
+def test_parts_of_a_caches_settings_without_effect_are_named() -> None:
+    cached = CacheParams(precision=DataType.FP16, multipass_prefetch_config=MultiPassPrefetchConfig(3), stats=object())
+    stored = KeyValueParams(ssd_rocksdb_shards=4, use_passed_in_path=False, l2_cache_size=1)
+    said = {"compute_kernel": "key_value", "cache_params": cached, "key_value_params": stored}
+    with pytest.warns(UserWarning) as caught:
+        sharded(collection(), {"a": said}, {})
+    told = [str(warning.message) for warning in caught if "the plan's" in str(warning.message)]
+    assert [text.partition(":")[0].removesuffix(" (table 'a') has no effect") for text in told] == [
+        f"the plan's {part}"
+        for part in (
+            "cache_params.precision", "cache_params.multipass_prefetch_config", "key_value_params.ssd_rocksdb_shards",
+            "key_value_params.use_passed_in_path",
+        )
+    ]  # fmt: skip
+    assert "FP32" in told[0]
+    # the table's own type is what its cache has
+    said["cache_params"], said["key_value_params"] = CacheParams(precision=DataType.FP32), KeyValueParams()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sharded(collection(), {"a": said}, {})
+    said["cache_params"] = CacheParams(load_factor=2.0)
+    with pytest.raises(ValueError, match="table 'a': cache_params.load_factor must be a share of the rows"):
+        sharded(collection(), {"a": said}, {})
+
+
+def test_reserved_memory_is_left_on_a_gpu_by_the_slots_of_its_caches() -> None:
+    """Rank 0 has a whole table of 1000 rows of 16 bytes and the cache of another, rank 1 a cache alone."""
+    shards = [Shard("on", 0, (0, 1000), (0, 4)), Shard("a", 0, (0, 500), (0, 4)), Shard("a", 1, (500, 1000), (0, 4))]
+    tiers = {"on": None, "a": Tier(0.5, max_slots=1.0)}
+
+    def row(table: str, width: int) -> int:
+        return 4 * width
+
+    # tables take 16,000 bytes and slots 250 x 16 of the fuller rank
+    assert within_memory(tiers, {"a": 1000}, shards, row, 21_000) == tiers
+    assert within_memory(tiers, {"a": 1000}, shards, row, 19_000)["a"] == Tier(250, max_slots=1.0)
+    assert within_memory(tiers, {"a": 1000}, shards, row, 16_000)["a"] == Tier(1, max_slots=1.0)
+    assert within_memory(tiers, {}, shards, row, 16_000) == tiers
+    said = {"compute_kernel": "fused_uvm_caching", "cache_params": CacheParams(reserved_memory=100.0)}
+    with pytest.warns(
+        UserWarning, match="cache_params.reserved_memory of tables 'a' has no effect: a cpu has no memory"
+    ):
+        sharded(collection(), {"a": said}, {})
 
 
 def test_tables_on_the_host_are_those_of_the_cpu() -> None:

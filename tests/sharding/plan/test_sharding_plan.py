@@ -27,6 +27,7 @@ from shardwise import (
     EmbeddingCollection,
     EmbeddingConfig,
     EmbeddingModuleShardingPlan,
+    ParameterConstraints,
     ParameterSharding,
     ShardingEnv,
     ShardingPlan,
@@ -34,8 +35,10 @@ from shardwise import (
     construct_module_sharding_plan,
     get_default_sharders,
 )
+from shardwise.embeddings.optim.fbgemm_types import CacheAlgorithm, MultiPassPrefetchConfig
 from shardwise.planner import layout
 from shardwise.planner.cost.shardwise import ShardwiseCost
+from shardwise.planner.layout import TIERED_KERNELS, Tier
 from shardwise.planner.plan.plan_files import load_planned, save_planned
 from shardwise.planner.plan.planning import plan_tables
 from shardwise.planner.tables import Feature, Table
@@ -54,6 +57,7 @@ from shardwise.sharding import (
     table_row_wise,
     table_wise,
 )
+from shardwise.sharding.plan.caches import KeyValueParams
 from shardwise.sharding.plan.plan import options_of, shards_of
 from shardwise.sharding.planning.planners import EmbeddingShardingPlanner
 
@@ -218,7 +222,7 @@ def test_names_of_torchrec_that_we_do_not_serve_can_be_written_and_not_used() ->
     assert {kind.value for kind in EmbeddingComputeKernel} >= {"quant", "key_value", "dram_ssd_virtual_table"}
     for kernel in EmbeddingComputeKernel:
         sharding = ParameterSharding("table_wise", kernel.value, [0], spec())
-        if kernel.value in ("fused", "fused_triton", "dense"):
+        if kernel.value in ("fused", "fused_triton", "dense", *TIERED_KERNELS):
             assert shards_of("t", sharding, 7, 4, 2) == [Shard("t", 0, (0, 7), (0, 4))]
             assert options_of(sharding).dense == (kernel.value == "dense")
         else:
@@ -249,7 +253,7 @@ def test_a_setting_that_a_plan_does_not_make_is_refused_where_shards_are_made(
 
 def test_settings_of_storage_are_said_to_have_no_effect() -> None:
     sharding = ParameterSharding("table_wise", "fused", [0], spec(), CacheParams(load_factor=0.1))
-    with pytest.warns(UserWarning, match=r"the plan's cache_params \(table 't'\) has no effect: rows are kept in"):
+    with pytest.warns(UserWarning, match=r"the plan's cache_params \(table 't'\) has no effect: the compute kern"):
         shards_of("t", sharding, 7, 4, 2)
     with pytest.warns(UserWarning, match="key_value_params"):
         shards_of("t", replace(sharding, cache_params=None, key_value_params=object()), 7, 4, 2)
@@ -258,6 +262,15 @@ def test_settings_of_storage_are_said_to_have_no_effect() -> None:
         # what they ask for is so
         sharding = replace(sharding, cache_params=None, enforce_hbm=True, stochastic_rounding=True)
         assert len(shards_of("t", sharding, 7, 4, 2)) == 1
+        # and a kernel that reads them
+        cached = ParameterSharding("table_wise", "key_value", [0], spec(), CacheParams(), key_value_params=object())
+        assert len(shards_of("t", cached, 7, 4, 2)) == 1
+    with pytest.warns(UserWarning, match=r"cache_params \(table 't'\) has no effect: tier=0.5 of the rows"):
+        shards_of("t", replace(cached, key_value_params=None, tier=Tier(0.5)), 7, 4, 2)
+    with pytest.raises(ValueError, match="table 't': enforce_hbm=True keeps all rows on the device, tier=7 slots over"):
+        shards_of("t", replace(sharding, tier=Tier(7)), 7, 4, 2)
+    with pytest.raises(ValueError, match="tier=7 slots over ram is for tables with an optimizer in the backward"):
+        replace(sharding, compute_kernel="dense", tier=Tier(7))
     assert hash(CacheParams(load_factor=0.1, stats={})) == hash(CacheParams(load_factor=0.1))
 
 
@@ -371,11 +384,48 @@ def test_every_strategy_comes_back_as_it_was(tmp_path: Path) -> None:
     assert (tmp_path / "again.json").read_text() == (tmp_path / "plan.json").read_text()
 
 
+def test_settings_of_rows_below_the_device_come_back_as_they_were(tmp_path: Path) -> None:
+    """A file had none of them: a table larger than the device was loaded as one that lies there."""
+    plan, file = every_strategy(), tmp_path / "plan.json"
+    of_module = plan.plan[""]
+    names = list(of_module)
+    of_module[names[0]].tier = Tier(1000, "file", "/nvme", max_slots=0.5, ram_rows=0.25, policy="lru", half_life=8)
+    of_module[names[1]].compute_kernel, of_module[names[1]].tier = "fused", Tier()
+    cached, stored = of_module[names[2]], of_module[names[3]]
+    cached.compute_kernel = "fused_uvm_caching"
+    cached.cache_params = CacheParams(
+        CacheAlgorithm.LFU, 0.25, 2.0**30, DataType.FP16, True, None, MultiPassPrefetchConfig(3)
+    )
+    stored.compute_kernel, stored.cache_params = "key_value", CacheParams(load_factor=1.0)
+    stored.key_value_params = KeyValueParams("/nvme", 7, l2_cache_size=4, max_l1_cache_size=64, ps_hosts=(("host", 1),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan.save(file, world_size=4, local_world_size=2)
+    loaded = ShardingPlan.load(file)
+    assert loaded == plan and str(loaded) == str(plan)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert type(loaded.plan[""][names[0]].tier.max_slots) is float  # type: ignore[union-attr]
+    text = str(plan)
+    assert "1000 slots over file" in text and "as few slots as needed over ram" in text
+    assert "0.25 of the rows over ram" in text
+    assert "1 of the rows over file, 64 MiB of each shard at most, 4 GiB of each shard in ram" in text
+
+
 def test_what_a_file_cannot_have_is_named(tmp_path: Path) -> None:
     plan = every_strategy()
-    plan.plan[""]["whole"].cache_params = CacheParams(load_factor=0.2)
-    with pytest.warns(UserWarning, match="table 'whole'.*cache_params"):
+    everywhere, whole = list(plan.plan[""].values())[:2]
+    whole.compute_kernel, whole.tier = "fused", Tier(5, policy=lambda scores, batch: scores)
+    everywhere.compute_kernel, everywhere.cache_params = "key_value", CacheParams(load_factor=0.2, stats=object())
+    everywhere.key_value_params = {"any": 1}
+    with pytest.warns(UserWarning) as caught:
         plan.save(tmp_path / "plan.json", world_size=4)
+    first, second = list(plan.plan[""])[:2]
+    assert [str(warning.message) for warning in caught] == [
+        f"table {first!r}: the file of a plan has no cache_params.stats and no key_value_params",
+        f"table {second!r}: the file of a plan has no tier",
+    ]
+    loaded = ShardingPlan.load(tmp_path / "plan.json").plan[""]
+    assert loaded[first].cache_params == CacheParams(load_factor=0.2) and loaded[first].key_value_params is None
     with pytest.raises(ValueError, match="how many ranks"):
         every_strategy().save(tmp_path / "plan.json")
     with pytest.raises(ValueError, match=r"a plan for 3 ranks: table 'everywhere'.*ranks must be numbers below 3"):
@@ -420,6 +470,11 @@ BROKEN = [
     ("plan//columns/row_state", "both", "table 'columns'.*row_state"),
     ("plan//whole/output_dtype", "FP7", "table 'whole'.*output_dtype 'FP7'"),
     ("plan//everywhere/ranks", [0, 1], "table 'everywhere'.*all 4 ranks"),
+    ("plan//whole/tier", {"slots": -1}, "table 'whole'.*Tier: slots must be a positive number of rows"),
+    ("plan//whole/tier", {"place": "ram"}, "table 'whole'.*tier .* must be an object of slots, below, folder"),
+    ("plan//whole/tier", 7, "table 'whole'.*tier 7 is unknown"),
+    ("plan//whole/cache_params", {"algorithm": "MRU"}, "table 'whole'.*cache_params .* is unknown: 'MRU'"),
+    ("plan//whole/key_value_params", {"l3_cache_size": 1}, "table 'whole'.*has other fields than KeyValueParams"),
 ]
 
 
@@ -444,9 +499,13 @@ def test_what_is_no_json_is_no_plan(tmp_path: Path) -> None:
 def test_what_shardwise_plan_writes_loads(tmp_path: Path) -> None:
     tables = [Table(f"t{n}", 5000 * (n + 1), 64, features=(Feature(f"f{n}", 10.0),), module="ebc") for n in range(5)]
     machines = Topology(4, "cuda", local_world_size=2)
-    planned = plan_tables(tables, machines, 64, cost=ShardwiseCost(machines, 64))
+    tier = Tier(0.25, "file", "/nvme", max_slots=100)
+    rules = {"t1": ParameterConstraints(tier=tier)}
+    planned = plan_tables(tables, machines, 64, cost=ShardwiseCost(machines, 64), constraints=rules)
     save_planned(planned, tmp_path / "plan.json")
     plan = ShardingPlan.load(tmp_path / "plan.json")
+    assert {name: sharding.tier for name, sharding in plan.plan["ebc"].items() if sharding.tier} == {"t1": tier}
+    assert load_planned(tmp_path / "plan.json").request.constraints["t1"].tier == tier  # type: ignore[union-attr]
     assert plan.world_size == 4 and set(plan.plan["ebc"]) == {table.name for table in tables}
     for table, choice, starts in planned.placed():
         sharding = plan.plan["ebc"][table.name]

@@ -1,0 +1,1 @@
+"""Tables larger than the device: what lies below it, measured."""
