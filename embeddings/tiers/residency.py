@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardwise.kernels import lowest
 from shardwise.kernels.rows import residency as steps
-from shardwise.kernels.rows.residency import Found, Lookups, SlotTables
+from shardwise.kernels.rows.residency import Found, Lookups, Scratch, SlotTables
 from shardwise.kernels.rows.residency_numbers import BELOW, EMPTY_KEYS, FRESH, NEXT_USES, SCORES
 
 from .policies import Policy, scoring_of
@@ -119,6 +119,7 @@ class Residency:
         self.batch = 0
         # keys of scores count from here
         self._base = 0
+        self._scratch = Scratch()
         # those that are held
         self.leases: list[Lease] = []
         self._place_slots()
@@ -224,16 +225,16 @@ class Residency:
 
         -1 is the slot of what lies in no table.
         """
-        found, places = steps.find_ids(self._state, ids, offsets, lookups)
+        found, places = steps.find_ids(self._state, ids, offsets, lookups, self._scratch)
         lease = self._hold(found, announced)
         if found.missing.shape[0]:
-            places = steps.place(self._state, places, offsets, lookups)
+            places = steps.place(self._state, found, places, offsets, lookups)
         return places, lease
 
     def _hold(self, found: Found, announced: Announced | None) -> Lease:
         moves, counts = self._make_room(found)
         hits = found.hits
-        slots = torch.cat([hits, moves.slots]) if moves.slots.shape[0] else hits
+        slots = torch.cat([hits, moves.slots]) if moves.slots.shape[0] else hits.clone()
         self.batch += 1
         window, comes = self._window, announced is not None and announced.is_pending
         scoring, most = scoring_of(self.policy, self.batch, self._base)

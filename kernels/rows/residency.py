@@ -61,11 +61,26 @@ class Found(NamedTuple):
     """Distinct rows of a batch: slots [H] of those that have some, and the rows [M] that have none, ascending.
 
     counts [T, 2] int64 on the host are the H and M of each table. They are marked until `forget`, or `take` and `use`.
+    `hits` may be memory that the next batch takes; `absent` is where ids of missing rows stand, if loops found them.
     """
 
     hits: Tensor
     missing: Tensor
     counts: Tensor
+    absent: Tensor | None = None
+
+
+class Scratch:
+    """Memory for what is found of a batch, kept from one to the next."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def rows(self, n: int) -> Tensor:
+        """[3, n + 1] int64."""
+        if self._memory.shape[0] < 3 * (n + 1):
+            self._memory = torch.empty(4 * (n + 1), dtype=torch.int64, device="cpu")
+        return self._memory[: 3 * (n + 1)].view(3, n + 1)
 
 
 class Scoring(NamedTuple):
@@ -92,7 +107,9 @@ def rows_of_ids(ids: Tensor, offsets: Tensor, lookups: Lookups) -> tuple[Tensor,
     return torch.where(inside, ids + features[feature, FIRST_ROW], -1), feature
 
 
-def find_ids(state: SlotTables, ids: Tensor, offsets: Tensor, lookups: Lookups) -> tuple[Found, Tensor]:
+def find_ids(
+    state: SlotTables, ids: Tensor, offsets: Tensor, lookups: Lookups, scratch: Scratch
+) -> tuple[Found, Tensor]:
     """The rows of a batch's ids [N] (offsets [F*B + 1]), and the slot [N] of each id within its table.
 
     A missing row has -2 - row there until `place`, and what lies in no table -1.
@@ -107,18 +124,20 @@ def find_ids(state: SlotTables, ids: Tensor, offsets: Tensor, lookups: Lookups) 
         slots = torch.where(slots >= 0, slots - lookups.first_slots[feature], -2 - rows)
         return found, torch.where(rows >= 0, slots, -1)
     ids, offsets = ids.contiguous(), offsets.contiguous()
-    out, hits, missing = (torch.empty(n, dtype=torch.int64, device="cpu") for _ in range(3))
-    counts = torch.zeros(state.row_borders.shape[0] - 1, 2, dtype=torch.int64, device="cpu")
-    rows_total = state.slot_of.shape[0]
-    absent = compiled.find_ids(
+    out, (hits, missing, absent) = torch.empty(n, dtype=torch.int64, device="cpu"), scratch.rows(n)
+    tables = state.row_borders.shape[0] - 1
+    # and the numbers of hits, of missing rows and of their ids
+    counts = torch.zeros(2 * tables + 3, dtype=torch.int64, device="cpu")
+    compiled.find_ids(
         ids.data_ptr(), ids.itemsize, n, offsets.data_ptr(), offsets.itemsize, lookups.samples(offsets),
         lookups.features.data_ptr(), lookups.features.shape[0], lookups.first_slots.data_ptr(),
         lookups.tables.data_ptr(), state.slot_of.data_ptr(), state.held.data_ptr(), out.data_ptr(), hits.data_ptr(),
-        missing.data_ptr(), rows_total, counts.data_ptr(),
+        missing.data_ptr(), absent.data_ptr(), counts.data_ptr(), counts.data_ptr() + 16 * tables,
     )  # fmt: skip
-    missing = missing[:absent]
-    _sort(compiled, missing, None, rows_total)
-    return Found(hits[: int(counts[:, 0].sum())], missing, counts), out
+    hit_count, missing_count, absent_count = counts[2 * tables :].tolist()
+    rows = missing[:missing_count].clone()
+    _sort(compiled, rows, None, state.slot_of.shape[0])
+    return Found(hits[:hit_count], rows, counts[: 2 * tables].view(tables, 2), absent[:absent_count]), out
 
 
 def _sort(compiled: Any, rows: Tensor, others: Tensor | None, rows_total: int) -> None:
@@ -245,7 +264,7 @@ def expect(state: SlotTables, rows: Tensor, begin: int, following: Tensor) -> No
     )
 
 
-def place(state: SlotTables, slots: Tensor, offsets: Tensor, lookups: Lookups) -> Tensor:
+def place(state: SlotTables, found: Found, slots: Tensor, offsets: Tensor, lookups: Lookups) -> Tensor:
     """The slots [N] that `find_ids` gave, with those of rows that were missing."""
     if (compiled := state.loops) is None:
         if not slots.shape[0]:
@@ -255,10 +274,11 @@ def place(state: SlotTables, slots: Tensor, offsets: Tensor, lookups: Lookups) -
         feature = feature.clamp(max=max(lookups.features.shape[0] - 1, 0))
         came = state.slot_of[(-2 - slots).clamp(min=0)] - lookups.first_slots[feature]
         return torch.where(slots <= -2, came, slots)
+    assert found.absent is not None
     offsets = offsets.contiguous()
     compiled.place(
-        slots.data_ptr(), offsets.data_ptr(), offsets.itemsize, lookups.samples(offsets), lookups.features.shape[0],
-        lookups.first_slots.data_ptr(), state.slot_of.data_ptr(), slots.shape[0], state.slot_of.shape[0],
+        slots.data_ptr(), slots.shape[0], found.absent.data_ptr(), found.absent.shape[0], offsets.data_ptr(),
+        offsets.itemsize, lookups.samples(offsets), lookups.first_slots.data_ptr(), state.slot_of.data_ptr(),
     )  # fmt: skip
     return slots
 

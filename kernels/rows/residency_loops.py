@@ -30,7 +30,7 @@ def _id(address: int, nbytes: int, at: int) -> int:
     return i8(address, at + 1)[at] if nbytes == 8 else np.int64(i4(address, at + 1)[at])
 
 
-@compiled(int64(*[int64] * 17))
+@compiled(types.void(*[int64] * 18))
 def find_ids(
     ids: int,
     id_bytes: int,
@@ -47,51 +47,60 @@ def find_ids(
     out: int,
     hits: int,
     missing: int,
-    rows_total: int,
+    absent: int,
     counts: int,
-) -> int:
+    totals: int,
+) -> None:
     """The slot of each id within its table, -2 - row of those that are missing, -1 of what lies in no table.
 
-    Distinct slots that were found go to `hits`, distinct rows that were not to `missing`, both as they come. counts
-    [T, 2] are hits and missing rows of each table. Gives the number of missing rows.
+    Distinct slots that were found go to `hits`, distinct rows that were not to `missing`, both as they come, and to
+    `absent` where ids of missing rows stand; each has room for one more than it gets. counts [T, 2] are hits and missing
+    rows of each table, totals [3] the numbers of all that was written.
     """
     feature, first_slot, table = i8(features, f_count * FIELDS), i8(first_slots, f_count), i8(table_of, f_count)
-    slot, holders, place = i4(slot_of, rows_total), i4(held, 1 << 62), i8(out, n)
-    hit, absent, count = i8(hits, n), i8(missing, n), i8(counts, 1 << 62)
-    hit_count, absent_count, begin = 0, 0, 0
+    slot, holders, place = i4(slot_of, 1 << 62), i4(held, 1 << 62), i8(out, n)
+    hit, gone, at, count = i8(hits, n + 1), i8(missing, n + 1), i8(absent, n + 1), i8(counts, 1 << 62)
+    hit_count, gone_count, absent_count, begin = np.uint64(0), np.uint64(0), np.uint64(0), 0
+    one, none = np.uint64(1), np.uint64(0)
     for f in range(f_count):
-        rows, first = feature[f * FIELDS + ROWS], feature[f * FIELDS + FIRST_ROW]
+        rows, first, base = feature[f * FIELDS + ROWS], feature[f * FIELDS + FIRST_ROW], first_slot[f]
         end = min(max(_id(offsets, offset_bytes, (f + 1) * samples), begin), n)
-        hits_before, absent_before = hit_count, absent_count
+        hits_before, gone_before = hit_count, gone_count
         for i in range(begin, end):
-            if i + _AHEAD < end:
-                following = _id(ids, id_bytes, i + _AHEAD)
+            # rows of ids to come are asked for first, and then what holds the slots of those nearer
+            if i + 2 * _AHEAD < end:
+                following = _id(ids, id_bytes, i + 2 * _AHEAD)
                 if 0 <= following < rows:
                     prefetch(slot_of + 4 * (first + following))
+                following = _id(ids, id_bytes, i + _AHEAD)
+                if 0 <= following < rows:
+                    prefetch(held + 4 * max(0, slot[np.uint64(first + following)]))
             id = _id(ids, id_bytes, i)
             if id < 0 or id >= rows:
                 place[i] = -1
                 continue
-            row = first + id
+            row = np.uint64(first + id)
             s = slot[row]
             if s >= 0:
-                place[i] = s - first_slot[f]
-                if holders[s] < MARK:
-                    holders[s] += MARK
-                    hit[hit_count] = s
-                    hit_count += 1
+                # without a branch, which would be foretold wrong for a third of the ids
+                place[i] = s - base
+                holder = holders[np.uint64(s)]
+                hit[hit_count] = s
+                hit_count += one if holder < MARK else none
+                holders[np.uint64(s)] = holder | MARK
             else:
-                place[i] = -2 - row
-                if s >= FRESH:
-                    slot[row] = s + MARKED
-                    absent[absent_count] = row
-                    absent_count += 1
-        count[2 * table[f]] += hit_count - hits_before
-        count[2 * table[f] + 1] += absent_count - absent_before
+                place[i] = -2 - first - id
+                at[absent_count] = i
+                absent_count += one
+                gone[gone_count] = first + id
+                gone_count += one if s >= FRESH else none
+                slot[row] = s + MARKED if s >= FRESH else s
+        count[2 * table[f]] += np.int64(hit_count - hits_before)
+        count[2 * table[f] + 1] += np.int64(gone_count - gone_before)
         begin = end
-    for i in range(begin, n):
-        place[i] = -1
-    return absent_count
+    place[begin:] = -1
+    total = i8(totals, 3)
+    total[0], total[1], total[2] = np.int64(hit_count), np.int64(gone_count), np.int64(absent_count)
 
 
 @compiled(int64(*[int64] * 9))
@@ -216,19 +225,6 @@ def take(
         count[2 * t], count[2 * t + 1] = fresh_count, save_count
 
 
-@compiled(inline=True)
-def _scored(score: int, kind: int, batch: int, half_life: int, gain: Any, gains: int) -> int:
-    if kind == LRU:
-        return np.int64(batch)
-    if kind == LFU:
-        return score + 1
-    now = np.int64(UNIT * batch // half_life + 1)
-    if score <= 0:
-        return now
-    high, low = max(score, now), min(score, now)
-    return high + gain[min(high - low, gains - 1)]
-
-
 @compiled(types.void(*[int64] * 14))
 def use(
     slots: int,
@@ -253,14 +249,28 @@ def use(
     """
     slot, holders, scored, keyed = i8(slots, n), i4(held, 1 << 62), i8(score, 1 << 62), i4(key, 1 << 62)
     gained, given = i4(gain, gains), i8(scores, n)
+    now = np.int64(UNIT * batch // half_life + 1)
     for i in range(n):
-        s = slot[i]
-        is_hit = i < hit_count
-        holders[s] += 1 - MARK if is_hit else 1
-        if kind == 0:
+        if i + _AHEAD < n:
+            ahead = slot[i + _AHEAD]
+            prefetch(held + 4 * ahead)
+            prefetch(score + 8 * ahead)
+            prefetch(key + 4 * ahead)
+        s, is_hit = np.uint64(slot[i]), i < hit_count
+        holders[s] = (holders[s] & (MARK - 1)) + 1
+        if kind == LRU:
+            value = np.int64(batch)
+        elif kind == 0:
             value = given[i]
         else:
-            value = _scored(scored[s] if is_hit else 0, kind, batch, half_life, gained, gains)
+            value = scored[s] if is_hit else np.int64(0)
+            if kind == LFU:
+                value += 1
+            elif value <= 0:
+                value = now
+            else:
+                high, low = max(value, now), min(value, now)
+                value = high + gained[np.uint64(min(high - low, gains - 1))]
         scored[s] = value
         if not (keeps and is_hit and keyed[s] > SCORES + EMPTY_KEYS):
             keyed[s] = min(max(value - base, 0), SCORES) + EMPTY_KEYS
@@ -280,24 +290,24 @@ def expect(rows: int, n: int, begin: int, following: int, size: int, slot_of: in
 @compiled(types.void(*[int64] * 9))
 def place(
     out: int,
+    n: int,
+    absent: int,
+    absent_count: int,
     offsets: int,
     offset_bytes: int,
     samples: int,
-    f_count: int,
     first_slots: int,
     slot_of: int,
-    n: int,
-    rows_total: int,
 ) -> None:
     """Put the slots of rows that were missing where `find_ids` left their numbers."""
-    at, slot, first_slot = i8(out, n), i4(slot_of, rows_total), i8(first_slots, f_count)
-    begin = 0
-    for f in range(f_count):
-        end = min(max(_id(offsets, offset_bytes, (f + 1) * samples), begin), n)
-        for i in range(begin, end):
-            if at[i] <= -2:
-                at[i] = slot[-2 - at[i]] - first_slot[f]
-        begin = end
+    place, slot, at = i8(out, n), i4(slot_of, 1 << 62), i8(absent, absent_count)
+    first_slot, f, end = i8(first_slots, 1 << 62), -1, np.int64(0)
+    for k in range(absent_count):
+        i = at[k]
+        while i >= end:
+            f += 1
+            end = _id(offsets, offset_bytes, (f + 1) * samples)
+        place[i] = slot[np.uint64(-2 - place[i])] - first_slot[f]
 
 
 @compiled(types.void(*[int64] * 5))
@@ -307,9 +317,11 @@ def release(slots: int, n: int, held: int, dirty: int, changed: int) -> None:
     for i in range(n):
         if i + _AHEAD < n:
             prefetch(held + 4 * slot[i + _AHEAD])
-        holders[slot[i]] -= 1
+            prefetch(dirty + slot[i + _AHEAD])
+        s = np.uint64(slot[i])
+        holders[s] -= 1
         if changed:
-            is_dirty[slot[i]] = 1
+            is_dirty[s] = 1
 
 
 @compiled(int64(*[int64] * 12))
