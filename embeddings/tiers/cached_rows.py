@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import move_rows
-from shardwise.kernels.features import FIRST_ROW, ROWS
+from shardwise.kernels.rows.residency import Lookups
 
 from .backing import Backing, HostRecords
 from .policies import Policy, lru
@@ -115,6 +115,8 @@ class CachedRows:
         self._resolved = 0
         # what that was at the last prefetch without room
         self._stalled = -1
+        # of which features and tables `_lookups` are
+        self._made_of: tuple[Tensor, list[Span]] | None = None
 
     def attach(self, group: TableGroup) -> None:
         """As `RowStore.attach`."""
@@ -152,32 +154,29 @@ class CachedRows:
 
     # ---- batches
 
-    def rows_of(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """The rows [N] of ids, counted over all tables; -1 of what lies in no table."""
-        assert self.group is not None
-        features = self.group.check.features
-        samples = (offsets.shape[0] - 1) // max(features.shape[0], 1)
-        ends = offsets[samples::samples].contiguous() if samples else offsets[:0]
-        feature = torch.bucketize(torch.arange(ids.shape[0], device=ids.device), ends, right=True)
-        used = feature < features.shape[0]
-        feature = feature.clamp(max=max(features.shape[0] - 1, 0))
-        ids = ids.long()
-        inside = used & (ids >= 0) & (ids < features[feature, ROWS])
-        return torch.where(inside, ids + features[feature, FIRST_ROW], -1)
-
     def announce(self, ids: Tensor, offsets: Tensor) -> Announced:
         """As `LookaheadStore.announce`."""
         with self._turns.turn():
-            return self.residency.announce(self._distinct(self.rows_of(ids, offsets)))
+            return self.residency.announce_ids(ids, offsets, self._lookups())
+
+    def _lookups(self) -> Lookups:
+        """Features by the numbers of rows; made anew where slots or memory have moved."""
+        group, residency = self.group, self.residency
+        assert group is not None
+        features = group.check.features
+        if self._made_of is None or self._made_of[0] is not features or self._made_of[1] is not residency.tables:
+            place = {t: n for n, t in enumerate(residency._order)}
+            tables = [lookup.table for lookup in group.lookups]
+            first = [residency.tables[t].first_slot for t in tables]
+            numbers = [torch.tensor(some, dtype=torch.int64, device=features.device) for some in (
+                first, [place[t] for t in tables])]  # fmt: skip
+            self._lookups_now, self._made_of = Lookups(features, *numbers), (features, residency.tables)
+        return self._lookups_now
 
     def withdraw(self, announced: Announced) -> None:
         """As `LookaheadStore.withdraw`."""
         with self._turns.turn():
             self.residency.withdraw(announced)
-
-    def _distinct(self, rows: Tensor) -> Tensor:
-        distinct: Tensor = torch.unique(rows[rows >= 0])
-        return distinct
 
     @torch.no_grad()
     def resolve(
@@ -190,26 +189,18 @@ class CachedRows:
             ValueError: the batch alone wants more rows of a table than it may have slots.
         """
         with self._turns.turn():
-            rows = self.rows_of(ids, offsets)
-            distinct = self._distinct(rows) if announced is None or not announced.is_pending else announced.rows
             try:
-                lease = self.residency.want(distinct, announced)
+                slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), announced)
             except TooFewSlots as error:
                 self._grow(error.needed)
-                lease = self.residency.want(distinct, announced)
+                slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), announced)
             self._resolved += 1
             held = CacheLease(self._resolved, lease)
             # where no backward comes and nobody says so, the rows may go once nobody has what was looked up
             weakref.finalize(held, _abandon, weakref.ref(self), held.number, lease).atexit = False
             self._move(held)
-            self._count(distinct, lease.moves)
-            features = self._first_slots()
-            slots = self.residency.slot_of[rows.clamp(min=0)].long() if rows.numel() else rows
-            table = torch.bucketize(slots, features[1:], right=True)
-            return torch.where(rows >= 0, slots - features[table], -1), held
-
-    def _first_slots(self) -> Tensor:
-        return self.residency._slot_borders[:-1]
+            self._count(lease.counts)
+            return slots, held
 
     def _grow(self, needed: dict[int, int]) -> None:
         """Give tables the slots that they need.
@@ -298,16 +289,14 @@ class CachedRows:
             if begin < end:
                 yield t, Moves(*(part[begin:end] for part in moves))
 
-    def _count(self, distinct: Tensor, moves: Moves) -> None:
-        wanted = torch.searchsorted(distinct, self.residency._row_borders).diff().tolist()
-        for t, count in zip(self.residency._order, wanted, strict=True):
-            self.counts[t].batches += 1
-            self.counts[t].wanted += count
-            self.counts[t].hits += count
-        for t, part in self._by_table(moves):
-            self.counts[t].hits -= part.loads.numel()
-            self.counts[t].fresh += int(part.fresh.sum())
-            self.counts[t].saves += int((part.saves >= 0).sum())
+    def _count(self, moved: Tensor) -> None:
+        for t, (hits, missing, fresh, saves) in zip(self.residency._order, moved.tolist(), strict=True):
+            counts = self.counts[t]
+            counts.batches += 1
+            counts.wanted += hits + missing
+            counts.hits += hits
+            counts.fresh += fresh
+            counts.saves += saves
 
     def ready(self, lease: CacheLease) -> None:
         """As `LookaheadStore.ready`.
@@ -367,10 +356,7 @@ class CachedRows:
     def follow(self, device: torch.device) -> None:
         """As `LookaheadStore.follow`."""
         assert not self.is_in_use()
-        for name, value in vars(self.residency).items():
-            if isinstance(value, Tensor):
-                setattr(self.residency, name, value.to(device))
-        self.residency.device = device
+        self.residency.follow(device)
         self._turns = Turns(device)
         for below in self.below:
             if device.type == "cuda" and isinstance(below, HostRecords):
