@@ -18,6 +18,7 @@ from shardwise.kernels import move_rows
 from shardwise.kernels.features import FIRST_ROW, ROWS
 
 from .backing import Backing, HostRecords
+from .curves import TraceCurves
 from .policies import Policy, lru
 from .records import RecordLayout
 from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots
@@ -111,6 +112,9 @@ class CachedRows:
         self.specs, self.policy = list(specs), policy
         self.counts = [CacheCounts() for _ in specs]
         self.group: TableGroup | None = None
+        # of each table, what batches wanted since `trace`; else nothing is gathered
+        self.traces: list[TraceCurves] | None = None
+        self._traced_from: list[int] = []
 
     def attach(self, group: TableGroup) -> None:
         """As `RowStore.attach`."""
@@ -186,11 +190,31 @@ class CachedRows:
             self._grow(error.needed)
             lease = self.residency.want(distinct, announced)
         held = CacheLease(lease, self._move(lease.moves))
+        if self.traces is not None:
+            self._trace(lease, self.traces)
         self._count(distinct, lease.moves)
         features = self._first_slots()
         slots = self.residency.slot_of[rows.clamp(min=0)].long() if rows.numel() else rows
         table = torch.bucketize(slots, features[1:], right=True)
         return torch.where(rows >= 0, slots - features[table], -1), held
+
+    def trace(self) -> None:
+        """Gather from now on which rows batches want, in 20 bytes a row of the tables: `traces`."""
+        self.traces = [TraceCurves(max(1, span.rows)) for span in self.residency.tables]
+        self._traced_from = [counts.hits for counts in self.counts]
+
+    def traced(self) -> Iterator[tuple[Span, TraceCurves, int]]:
+        """The tables, what batches wanted of them since `trace`, and how many of these rows had a slot."""
+        for span, trace, counts, before in zip(
+            self.residency.tables, self.traces or (), self.counts, self._traced_from, strict=True
+        ):
+            yield span, trace, counts.hits - before
+
+    def _trace(self, lease: Lease, traces: Sequence[TraceCurves]) -> None:
+        # host sync on CUDA: traces lie on the host
+        rows = self.residency.row_of[lease.slots].cpu().sort().values
+        for span, trace in zip(self.residency.tables, traces, strict=True):
+            trace.add(rows[(rows >= span.first_row) & (rows < span.first_row + span.rows)] - span.first_row)
 
     def _first_slots(self) -> Tensor:
         return self.residency._slot_borders[:-1]
