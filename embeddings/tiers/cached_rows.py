@@ -205,10 +205,8 @@ class CachedRows:
 
     def traced(self) -> Iterator[tuple[Span, TraceCurves, int]]:
         """The tables, what batches wanted of them since `trace`, and how many of these rows had a slot."""
-        for span, trace, counts, before in zip(
-            self.residency.tables, self.traces or (), self.counts, self._traced_from, strict=True
-        ):
-            yield span, trace, counts.hits - before
+        for t, trace in enumerate(self.traces or ()):
+            yield self.residency.tables[t], trace, self.counts[t].hits - self._traced_from[t]
 
     def _trace(self, lease: Lease, traces: Sequence[TraceCurves]) -> None:
         # host sync on CUDA: traces lie on the host
