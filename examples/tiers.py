@@ -95,8 +95,8 @@ def built() -> DLRMTrain:
 def train(model: nn.Module, data: Clicks) -> Trained:
     """An epoch, and scores of samples that it did not see."""
     dense = torch.optim.Adam(dict(in_backward_optimizer_filter(model.named_parameters())).values(), lr=0.01)
-    # rows of the next batch come while this one trains
-    pipeline = PrefetchTrainPipelineSparseDist(model, dense, CPU)
+    # rows of two batches come while this one trains; of 16 it is known what they will need, so that it stays
+    pipeline = PrefetchTrainPipelineSparseDist(model, dense, CPU, ahead=16, prefetch=2)
     batches, losses, last = data.train(BATCH), [], cache_metrics(model)
     with tqdm(total=data.train_samples // BATCH, unit="step") as bar:
         for _ in range(data.train_samples // BATCH):

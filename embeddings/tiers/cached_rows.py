@@ -110,6 +110,9 @@ class CachedRows:
         self.specs, self.policy = list(specs), policy
         self.counts = [CacheCounts() for _ in specs]
         self.group: TableGroup | None = None
+        # of each table, what batches wanted since `trace`; else nothing is gathered
+        self.traces: list[TraceCurves] | None = None
+        self._traced_from: list[int] = []
         self._transfers = Transfers("rows below")
         # batches that were resolved so far
         self._resolved = 0
