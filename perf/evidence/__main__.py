@@ -33,6 +33,7 @@ KNOWN = {
     "managed_collision": ("modules.managed_collision", ""),
     "pools": ("modules.pools", ""),
     "tier_files": ("tiers.file_rows", ""),
+    "tier_bits": ("tiers.bits", ""),
     "planner": ("compare_planner", ""),
     "planner_plans": ("compare_planner_plans", ""),
     "same_bits": ("same_bits.compare", ""),
