@@ -6,11 +6,12 @@ bits of tables that lie on the device as a whole. Which rows are where is `Resid
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ from .turns import Turns
 if TYPE_CHECKING:
     from ..tables.table_group import TableGroup
 
-# rows that are copied at once where all of a table are
-_CHUNK_BYTES = 64 * 2**20
+# rows that are copied at once where all of a table are: a few copies of them are in memory at a time
+_CHUNK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -376,6 +377,27 @@ class CachedRows:
 
     # ---- whole tables
 
+    def settle(self) -> None:
+        """Have all rows that are on their way where they go: who reads or writes rows finds them there."""
+        with self._turns.turn():
+            self._settle()
+
+    def is_in_use(self) -> bool:
+        """As `LookaheadStore.is_in_use`."""
+        return bool(self.residency.leases or self.residency._window.batches)
+
+    def follow(self, device: torch.device) -> None:
+        """As `LookaheadStore.follow`."""
+        assert not self.is_in_use()
+        for name, value in vars(self.residency).items():
+            if isinstance(value, Tensor):
+                setattr(self.residency, name, value.to(device))
+        self.residency.device = device
+        self._turns = Turns(device)
+        for below in self.below:
+            if device.type == "cuda" and isinstance(below, HostRecords):
+                below.pin()
+
     def initial_states(self, table: int) -> list[Tensor]:
         """What the optimizer states of a row begin with: [1, dim] or [1] each."""
         assert self.group is not None
@@ -514,6 +536,40 @@ class CachedRows:
                         self.write(t, begin, [part[begin:end] for part in rows], slots[t])
         finally:
             group.lay_out_anew(shapes, *memory)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: batches that are under way, which hold rows here, are none of a copy's."""
+        if "residency" not in self.__dict__:
+            return self.__dict__
+        assert self.group is not None
+        self.settle()
+        # gradients that wait are copied with their group
+        kept = [lease.rows for lease in self.group._leases]
+        # what lies below first: it says why it cannot be pickled
+        state = {"below": self.below, **self.__dict__, "residency": self.residency.without_batches(kept)}
+        # of threads and streams
+        del state["_transfers"], state["_turns"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._transfers = Transfers("rows below")
+        if "residency" in state:
+            self._turns = Turns(self.residency.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CachedRows:
+        probe = torch.empty(0)
+        if copy.deepcopy(probe) is probe:
+            assert self.group is not None
+            raise TypeError(
+                f"tables {[table.name for table in self.group.tables]} have tiers: two models cannot share the rows of"
+                " a cache, as a copy to the same device would: copy.deepcopy inside of sharded_model_copy('cpu') makes"
+                " one with rows of its own"
+            )
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     def close(self) -> None:
         """Let go what lies below."""

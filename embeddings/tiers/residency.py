@@ -11,6 +11,7 @@ use, the furthest first; among equals the lowest slot. With all batches announce
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -334,6 +335,18 @@ class Residency:
 
         for lease in self.leases:
             lease.slots, lease.moves = moved(lease.slots), lease.moves._replace(slots=moved(lease.moves.slots))
+
+    def without_batches(self, kept: Sequence[Lease]) -> Residency:
+        """The same rows in the same slots, of which no lease but `kept` holds any, and with no batch announced."""
+        other = copy.copy(self)
+        other.leases = [lease for lease in self.leases if lease in kept]
+        other.held = torch.zeros_like(self.held)
+        for lease in other.leases:
+            other.held[lease.slots] += 1
+        other._window, other._latest = _Window(), None
+        other._next = torch.full((1,), _NONE, dtype=torch.int32, device=self.device)
+        other._key = torch.where(self.row_of >= 0, self._key_of_scores(self._score), 0)
+        return other
 
     def resident(self, table: int) -> tuple[Tensor, Tensor]:
         """Rows [n] of a table that have slots, ascending, and these; both counted within the table."""

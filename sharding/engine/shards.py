@@ -302,13 +302,17 @@ class LocalShards:
         stores = [group.store for group in self.tables.all_groups() if isinstance(group.store, CachedRows)]
         return self._whole_stores(stores, keep) if stores else nullcontext()
 
+    def assembled(self, *, keep: bool = False) -> AbstractContextManager[None]:
+        """As `whole` of what replicas keep in parts (`FullyShardedShards`), where tables with a tier stay as they are."""
+        return nullcontext()
+
     @contextmanager
     def _whole_stores(self, stores: Sequence[CachedRows], keep: bool) -> Iterator[None]:
         with ExitStack() as stack:
+            # once the stores have laid their slots out again
+            stack.callback(self.tables._place_parameters)
             for store in stores:
                 stack.enter_context(store.whole(keep=keep))
-            # before the stores lay their slots out again
-            stack.callback(self.tables._place_parameters)
             self.tables._place_parameters()
             yield
 
