@@ -25,6 +25,7 @@ from shardwise.embeddings.collections.collection import require_features
 from shardwise.embeddings.tables.id_check import mark_bad_ids
 from shardwise.embeddings.tables.lookup_autograd import warn_of_eval
 from shardwise.embeddings.tables.variable_batch import pad_strides, require_full_batch
+from shardwise.embeddings.tiers import CachedRows, metrics_of
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged.tracing import record_forward
 from shardwise.kernels._op import in_graph, no_second_derivative, runs_kernel
@@ -341,6 +342,14 @@ class ShardedCollection(OneOp, WritableTables):
         """Collectives called so far."""
         beside = [exchange for exchange in (self._local, self._replicas) if exchange is not None]
         return self._exchange.calls + sum(exchange.calls for exchange in beside)
+
+    def cached_stores(self) -> list[CachedRows]:
+        """Of this rank's tables that have a `Tier`, by groups of tables."""
+        return [group.store for group in self._tables.all_groups() if isinstance(group.store, CachedRows)]
+
+    def extra_repr(self) -> str:
+        """A line for each table of which rows of this rank lie below the device."""
+        return "\n".join(f"{table}: {metrics}" for table, metrics in metrics_of(self.cached_stores()).items())
 
     def name_exchanges(self, path: str) -> None:
         """Have a failure in an exchange name this collection by its path in the model."""
