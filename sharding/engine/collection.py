@@ -582,12 +582,21 @@ class ShardedCollection(OneOp, WritableTables):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedCollection:
         take_over(self)
+        if any(group.is_away for group in self._tables.all_groups()) and self._stays(fn):
+            # `.to` of where tables are, as of every model that is sharded: for that no rows need to come
+            return self
         with self.shards.whole(keep=True):
             self._tables.move(fn)
             for name, holder in weight_holders(self).items():
                 holder._parameters["weight"] = self._tables.parameters[name]
             self._forget()
         return self
+
+    def _stays(self, fn: Callable[[Tensor], Tensor]) -> bool:
+        """Whether a function of a module's tensors gives those of these tables as they are."""
+        probes = [torch.zeros(1, dtype=group.flat.dtype, device=self.device) for group in self._tables.all_groups()]
+        # share_memory_ gives the same tensor, elsewhere
+        return all(fn(probe) is probe and not (probe.is_cpu and probe.is_shared()) for probe in probes)
 
 
 def _ready(collection: ShardedCollection, features: KeyedJaggedTensor | Exception) -> KeyedJaggedTensor | Exception:
