@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,7 +246,10 @@ def _ranges(table: TracedTable, asked: Asked, placed: Mapping[str, Placed] | Non
     if placed is not None and table.name not in placed:
         return []
     whole = Placed((Shard(table.name, 0, (0, table.rows), (0, table.dim)),))
-    of_plan = whole if placed is None or not placed[table.name].shards else placed[table.name]
+    of_plan = whole if placed is None else placed[table.name]
+    if not of_plan.shards:
+        # replicas: one stands for all
+        of_plan = replace(of_plan, shards=whole.shards)
     given = asked.slots.get(table.name, asked.slots.get("*", of_plan.slots))
     ranges: dict[tuple[int, int], list[Shard]] = {}
     for shard in of_plan.shards:
