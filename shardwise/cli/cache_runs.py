@@ -362,9 +362,9 @@ def curves_of_trace(path: Path, names: Sequence[str]) -> dict[str, MissCurve]:
     for name, curves in gathered.items():
         counts = curves.lru(sizes_between(max(1, curves.largest), max(1, curves.largest, curves.wanted), _POINTS))
         steps = max(1, trace.batches - first)
-        numbers = ([n / steps for n in each.tolist()] for each in (counts.misses, counts.saves))
+        misses, saves = ([n / steps for n in each.tolist()] for each in (counts.misses, counts.saves))
         made[name] = MissCurve.of_points(
-            counts.slots.tolist(), *numbers, curves.counted / steps, f"LRU of {path.name}"
+            counts.slots.tolist(), misses, saves, curves.counted / steps, f"LRU of {path.name}"
         )  # fmt: skip
     return made
 
