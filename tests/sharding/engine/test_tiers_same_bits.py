@@ -36,8 +36,8 @@ def same_as_whole(seed: int, optimizer: str, tier: Tier) -> int:
     return sum(counts.misses for group in model._tables.all_groups() for counts in group.store.counts)
 
 
-def rows_that_moving_reads() -> list[int]:
-    """Of a table that is moved to where it is, and to another type: what comes from below it."""
+def rows_that_moving_reads() -> int:
+    """What comes from below a table that is moved to where it is."""
     read = 0
 
     class Counted(HostRecords):
