@@ -51,7 +51,8 @@ class HostRecords:
     With `pinned`, which needs CUDA, a GPU reads and writes them in place.
 
     Raises:
-        MemoryError: there is less memory than [rows, record_bytes].
+        ValueError: no rows or no bytes, or `pinned` without CUDA.
+        MemoryError: there is less memory than [rows, record_bytes], or CUDA does not pin so much.
     """
 
     def __init__(self, rows: int, record_bytes: int, *, pinned: bool = False) -> None:
@@ -136,9 +137,13 @@ def _pin(records: Tensor) -> int:
     """Lock the pages where a GPU finds them. torch's own allocator rounds up to a power of 2: 9 GiB would take 16.
 
     Raises:
-        RuntimeError: CUDA does not lock so much, or there is none.
+        ValueError: there is no CUDA. MemoryError: it does not lock so much.
     """
-    torch.cuda.check_error(int(_runtime().cudaHostRegister(records.data_ptr(), records.numel(), 0)))
+    if not torch.cuda.is_available():
+        raise ValueError("pinned records are for CUDA, and there is none here: pinned=False")
+    status = int(_runtime().cudaHostRegister(records.data_ptr(), records.numel(), 0))
+    if status:
+        raise MemoryError(f"records of {records.numel():,} bytes: CUDA cannot pin so much (error {status})")
     return records.data_ptr()
 
 

@@ -62,10 +62,11 @@ class FileRecords:
             OSError: the disk fails, or the file is shorter than it was; names table, folder and way out.
         """
         require_rows(rows, out, self._shape)
+        file = self._file.fileno()
         if self._memory is not None:
             take_rows(self._memory, rows, out)
         else:
-            self._move(rows, out, read_file_rows, self._read_run, ask=True)
+            self._move(file, rows, out, read_file_rows, self._read_run, ask=True)
 
     def write(self, rows: Tensor, records: Tensor) -> None:
         """As `Backing` says.
@@ -74,11 +75,12 @@ class FileRecords:
             OSError: the disk is full or fails; names table, folder and way out. Some of the rows may be written.
         """
         require_rows(rows, records, self._shape)
+        file = self._file.fileno()
         if self._memory is not None:
             put_rows(self._memory, rows, records)
         else:
             # the system reads pages that it writes in part
-            self._move(rows, records, write_file_rows, self._write_run, ask=self._shape[1] % _PAGE != 0)
+            self._move(file, rows, records, write_file_rows, self._write_run, ask=self._shape[1] % _PAGE != 0)
 
     def grow(self, rows: int) -> None:
         """As `Backing` says.
@@ -127,6 +129,7 @@ class FileRecords:
 
     def _move(
         self,
+        file: int,
         rows: Tensor,
         records: Tensor,
         move: Callable[[int, Tensor, Tensor], int | None],
@@ -135,7 +138,7 @@ class FileRecords:
         ask: bool,
     ) -> None:
         """Move rows by the compiled loop `move`, and what it leaves by calls of our own, which say what is wrong."""
-        file, n, step = self._file.fileno(), rows.numel(), self._shape[1]
+        n, step = rows.numel(), self._shape[1]
         windows = [(begin, min(n, begin + _AHEAD)) for begin in range(0, n, _AHEAD)]
         for i, (begin, end) in enumerate(windows):
             if ask:

@@ -98,6 +98,8 @@ class _Window:
     announced: int = 0
     # rows announced so far
     entries: int = 0
+    # those that will not come, whose rows still name them as their next use
+    withdrawn: list[Announced] = field(default_factory=list)
 
 
 class Residency:
@@ -151,6 +153,7 @@ class Residency:
 
     def announce(self, rows: Tensor) -> Announced:
         """Say that a batch will come that wants distinct `rows` [U], ascending; batches come in this order."""
+        self._forget_withdrawn()
         window = self._window
         announced = Announced(window.announced, rows, window.entries)
         window.announced, window.entries = window.announced + 1, announced.end
@@ -184,17 +187,24 @@ class Residency:
 
     def withdraw(self, announced: Announced) -> None:
         """Say that a batch that was announced will not come."""
-        if not announced.is_pending:
-            return
-        announced.is_pending = False
+        if announced.is_pending:
+            announced.is_pending = False
+            self._window.batches.remove(announced)
+            # all at once, before anybody asks: a pipeline that is reset withdraws all that it announced
+            self._window.withdrawn.append(announced)
+
+    def _forget_withdrawn(self) -> None:
+        """Link the batches that will come anew, where some between them will not."""
         window = self._window
-        window.batches.remove(announced)
+        if not window.withdrawn:
+            return
         assert self._latest is not None
-        for rows in (announced.rows, *(batch.rows for batch in window.batches)):
-            self._latest[rows] = -1
-            slots = self.slot_of[rows].long()
+        for batch in (*window.withdrawn, *window.batches):
+            self._latest[batch.rows] = -1
+            slots = self.slot_of[batch.rows].long()
             slots = slots[slots >= 0]
             self._key[slots] = self._key_of_scores(self._score[slots])
+        window.withdrawn = []
         for batch in window.batches:
             self._link(batch)
 
@@ -204,6 +214,10 @@ class Residency:
         Raises:
             TooFewSlots: leases hold too many slots of a table.
         """
+        if announced is not None and announced.is_pending and announced is not self._window.batches[0]:
+            # those before it have not come, and may: to the window this is a batch that nobody announced
+            self.withdraw(announced)
+        self._forget_withdrawn()
         slots = self.slot_of[rows].long()
         absent = slots < 0
         hits, missing = slots[~absent], rows[absent]
@@ -218,8 +232,12 @@ class Residency:
         self.batch += 1
         self._score[moves.slots] = 0
         self._score[slots] = self.policy(self._score[slots], self.batch)
+        known = self._key[slots]
         self._key[slots] = self._key_of_scores(self._score[slots])
-        self._expect(rows, slots, announced)
+        if announced is not None and announced.is_pending:
+            self._expect(slots, announced)
+        elif self._window.batches:
+            self._keep_expected(rows, slots, known, absent)
         lease = Lease(slots, moves)
         self.leases.append(lease)
         return lease
@@ -258,21 +276,25 @@ class Residency:
     def _key_of_scores(self, scores: Tensor) -> Tensor:
         return scores.clamp(0, _SCORES).add(1).int()
 
-    def _expect(self, rows: Tensor, slots: Tensor, announced: Announced | None) -> None:
-        """Have slots know the next use of their rows, once a batch has them."""
-        window = self._window
-        if announced is not None and announced.is_pending:
-            assert announced is window.batches[0], "batches come in the order in which they were announced"
-            announced.is_pending = False
-            window.batches.pop(0)
-            places = torch.arange(announced.begin, announced.end, device=self.device)
-            following = self._next[places % self._next.shape[0]]
-            self._key[slots] = torch.where(following >= 0, _NEXT_USES - following, self._key[slots])
-            return
-        # a batch that nobody announced, among others that were: the first of those that needs a row
-        for batch in reversed(window.batches):
-            wanted = torch.isin(rows, batch.rows)
-            self._key[slots[wanted]] = _NEXT_USES - batch.number
+    def _expect(self, slots: Tensor, announced: Announced) -> None:
+        """Have the slots of an announced batch know the next use of their rows."""
+        announced.is_pending = False
+        self._window.batches.pop(0)
+        places = torch.arange(announced.begin, announced.end, device=self.device)
+        following = self._next[places % self._next.shape[0]]
+        self._key[slots] = torch.where(following >= 0, _NEXT_USES - following, self._key[slots])
+
+    def _keep_expected(self, rows: Tensor, slots: Tensor, known: Tensor, absent: Tensor) -> None:
+        """The same of a batch that nobody announced, among others that were; `known` are keys [U] of before it."""
+        # a hit has its next use already
+        self._key[slots] = torch.where(~absent & (known > _SCORES + 1), known, self._key[slots])
+        assert self._latest is not None
+        missing, taken = rows[absent], slots[absent]
+        waits = self._latest[missing] >= self._window.batches[0].begin
+        # the first of the batches that need a row
+        for batch in reversed(self._window.batches) if bool(waits.any()) else ():
+            wanted = torch.isin(missing, batch.rows)
+            self._key[taken[wanted]] = _NEXT_USES - batch.number
 
     def release(self, lease: Lease, *, changed: bool) -> None:
         """Let the slots of a batch go; whether their rows may have `changed`."""

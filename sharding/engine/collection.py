@@ -493,10 +493,15 @@ class ShardedCollection(OneOp, WritableTables):
     ) -> bool:
         """Bring the rows that the batch asks for into the slots of their stores, before the lookup.
 
-        The update of the batch before may still come: rows are read by the lookup. False where a store has no room as
-        long as the leases of that batch last; the lookup then asks once more.
+        Updates of the batches before may still come: rows are read by the lookup. False where a store has no room as
+        long as the leases of those batches last; a later call, or the lookup, asks once more. On CUDA it may run on a
+        stream of its own, that of the lookup being `forward_stream`.
         """
-        return self.shards.prefetch(dist_input)
+        return self.shards.prefetch(dist_input, forward_stream)
+
+    def announce(self, dist_input: Step) -> None:
+        """Tell row stores that the batch will come, after those of which they were told before."""
+        self.shards.announce(dist_input)
 
     def look_up(self, step: Step, *, all_tables: bool = False) -> None:
         """Find the rows that were asked for and send them off; `finish` takes them. Nothing the second time.
