@@ -86,14 +86,15 @@ def test_no_more_than_chunks_of_a_table_are_in_memory(
     monkeypatch.setattr(cached_rows, "_CHUNK_BYTES", chunk)
     monkeypatch.setattr(reshard, "_CHUNK_BYTES", chunk)
     monkeypatch.setattr(files, "BLOCK_BYTES", chunk)
-    model = large(Tier(100, below, None if below == "ram" else str(tmp_path / "scratch"), max_slots=1000))
+    filed = Tier(100, "file", str(tmp_path / "scratch"), max_slots=1000)
+    model = large(filed if below == "file" else Tier(100, max_slots=1000))
     rows = torch.arange(0, 2**17, 3)
     group = model._tables.groups[0]
     group.renew(0, rows[:500], torch.ones(500, 16))
     for what, act in {
         "save": lambda: checkpoint.save(tmp_path / "steps", model, step=1),
         "load": lambda: checkpoint.load(tmp_path / "steps" / "step-000000000001", model),
-        "reshard": lambda: model.reshard(ROWS_OF_ONE, {"t": TableOptions(tier=Tier(50, max_slots=1000))}),
+        "reshard": lambda: model.reshard(ROWS_OF_ONE, {"t": TableOptions(tier=filed)}),
         "move": lambda: model.cpu(),
     }.items():
         with Largest(model) as largest:
