@@ -254,7 +254,7 @@ class ShardedCollection(OneOp, WritableTables):
             routes, facts = self._plan(tables, shards)
             given = zip(tables, module._configs, params, strict=True)
             lazy = [table.name for table, *rest in given if table.options.tier is not None and is_lazy(*rest)]
-            facts["tables whose rows are made when they are needed"] = str(lazy)
+            facts = {**facts, "tables whose rows are made when they are needed": str(lazy)}
             return (routes, marks), {**facts, **facts_of_replicas(tables, shards, device)}
 
         (routes, marks), number = agree(self._exchange, device, plan)
@@ -562,6 +562,9 @@ class ShardedCollection(OneOp, WritableTables):
     def drop(self, step: Step) -> None:
         """Let a batch go that no forward will take: what travels is waited for, its rows may leave their slots."""
         step.settle()
+        if step.receiving.routes is not self._routes:
+            # of another plan: what held its rows went with that
+            step.leases, step.announced, step.renewals = {}, {}, {}
         # its rows went to other ids, whether it is looked up or not
         self.shards.renew(step)
         self.shards.withdraw(step)
