@@ -9,6 +9,7 @@ from .policies import AgedLfu, Policy, lfu, lru, policy_named
 from .ram_cache import RamOverFile
 from .records import RecordLayout
 from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots
+from .row_parts import RowPart, chunks_of, parts_of
 from .simulate import CacheSetting, Simulated, Simulation, record_bytes, rows_of_shard, simulate
 
 __all__ = [
@@ -30,13 +31,16 @@ __all__ = [
     "RamOverFile",
     "RecordLayout",
     "Residency",
+    "RowPart",
     "Simulated",
     "Simulation",
     "Span",
     "TooFewSlots",
     "TraceCurves",
+    "chunks_of",
     "lfu",
     "lru",
+    "parts_of",
     "policy_named",
     "record_bytes",
     "regret",

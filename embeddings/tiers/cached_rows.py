@@ -6,10 +6,12 @@ bits of tables that lie on the device as a whole. Which rows are where is `Resid
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,12 +23,14 @@ from .backing import Backing, HostRecords
 from .policies import Policy, lru
 from .records import RecordLayout
 from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots
+from .transfers import Transfers
+from .turns import Turns
 
 if TYPE_CHECKING:
     from ..tables.table_group import TableGroup
 
-# rows that are copied at once where all of a table are
-_CHUNK_BYTES = 64 * 2**20
+# rows that are copied at once where all of a table are: a few copies of them are in memory at a time
+_CHUNK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -84,23 +88,18 @@ class CacheCounts:
 
 @dataclass(eq=False)
 class CacheLease:
-    """What holds the rows of a batch, and loads of it that are not in their slots yet."""
+    """What holds the rows of a batch, and which of all that were resolved it is: loads up to its own are its."""
 
+    number: int
     rows: Lease
-    loads: list[_Load] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Load:
-    """Records of one table on their way into slots [n], counted over all tables."""
-
-    table: int
-    records: Tensor
-    slots: Tensor
 
 
 class CachedRows:
     """A `RowStore` that brings rows to slots and back. Needs a group whose tables have `slots`.
+
+    Rows in memory that the device reads by itself (backings with `records`) move when a batch is resolved. Others leave
+    their slots then, and a thread writes and reads them, in this order, until `ready` puts what came into its slots. On
+    CUDA a batch may be resolved on another stream than that of the lookups: both take turns (`Turns`).
 
     Args:
         specs: one a table, in the order of the group's tables.
@@ -113,10 +112,20 @@ class CachedRows:
         self.group: TableGroup | None = None
         # of which features and tables `_lookups` are
         self._made_of: tuple[Tensor, list[Span]] | None = None
+        self._transfers = Transfers("rows below")
+        # batches that were resolved so far
+        self._resolved = 0
+        # what that was at the last prefetch without room
+        self._stalled = -1
 
     def attach(self, group: TableGroup) -> None:
         """As `RowStore.attach`."""
         self.group = group
+        self._turns = Turns(group.device)
+        with self._turns.turn():
+            self._attach(group)
+
+    def _attach(self, group: TableGroup) -> None:
         if any(shape.slots is None for shape in group.tables):
             raise ValueError("CachedRows: a table without slots has no cache")
         self.residency = Residency(self._spans(), self.policy, group.device)
@@ -147,7 +156,8 @@ class CachedRows:
 
     def announce(self, ids: Tensor, offsets: Tensor) -> Announced:
         """As `LookaheadStore.announce`."""
-        return self.residency.announce_ids(ids, offsets, self._lookups())
+        with self._turns.turn():
+            return self.residency.announce_ids(ids, offsets, self._lookups())
 
     def _lookups(self) -> Lookups:
         """Features by the numbers of rows; made anew where slots or memory have moved."""
@@ -165,7 +175,8 @@ class CachedRows:
 
     def withdraw(self, announced: Announced) -> None:
         """As `LookaheadStore.withdraw`."""
-        self.residency.withdraw(announced)
+        with self._turns.turn():
+            self.residency.withdraw(announced)
 
     @torch.no_grad()
     def resolve(
@@ -177,14 +188,19 @@ class CachedRows:
             NoFreeSlots: leases hold too many slots.
             ValueError: the batch alone wants more rows of a table than it may have slots.
         """
-        try:
-            slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), announced)
-        except TooFewSlots as error:
-            self._grow(error.needed)
-            slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), announced)
-        held = CacheLease(lease, self._move(lease.moves))
-        self._count(lease.counts)
-        return slots, held
+        with self._turns.turn():
+            try:
+                slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), announced)
+            except TooFewSlots as error:
+                self._grow(error.needed)
+                slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), announced)
+            self._resolved += 1
+            held = CacheLease(self._resolved, lease)
+            # where no backward comes and nobody says so, the rows may go once nobody has what was looked up
+            weakref.finalize(held, _abandon, weakref.ref(self), held.number, lease).atexit = False
+            self._move(held)
+            self._count(lease.counts)
+            return slots, held
 
     def _grow(self, needed: dict[int, int]) -> None:
         """Give tables the slots that they need.
@@ -201,7 +217,9 @@ class CachedRows:
             if slots <= most:
                 continue
             if self.residency.leases:
-                self.counts[t].stalls += 1
+                # one prefetch, however often it asks
+                self.counts[t].stalls += self._stalled != self._resolved
+                self._stalled = self._resolved
                 raise NoFreeSlots(f"table {shape.name!r}: {slots} slots are needed beside those of batches under way")
             gib = slots * self.layouts[t].bytes / 2**30
             raise ValueError(
@@ -214,15 +232,19 @@ class CachedRows:
             t: min(max(slots, group.tables[t].resident * 3 // 2), self.specs[t].max_slots)
             for t, slots in needed.items()
         }
+        # loads know their slots by the numbers of now, and kernels the memory of now
+        self._settle()
+        self._turns.synchronize()
         group.resize([grown.get(t, shape.resident) for t, shape in enumerate(group.tables)])
         self.residency.grow(grown)
+        self._turns.synchronize()
         for t in grown:
             self.counts[t].grown += 1
 
-    def _move(self, moves: Moves) -> list[_Load]:
-        """Have rows leave and come; loads from where slots cannot be filled at once."""
-        loads = []
-        for t, part in self._by_table(moves):
+    def _move(self, lease: CacheLease) -> None:
+        """Have rows leave and come; those that a thread reads are there once `ready` was called."""
+        pinned = self.residency.device.type == "cuda"
+        for t, part in self._by_table(lease.rows.moves):
             span, parts, below = self.residency.tables[t], self._parts(t), self.below[t]
             slots = part.slots - span.first_slot
             saves = torch.where(part.saves >= 0, part.saves - span.first_row, -1)
@@ -233,17 +255,18 @@ class CachedRows:
             else:
                 leaving, coming = (saves >= 0).nonzero().squeeze(1), (from_below >= 0).nonzero().squeeze(1)
                 if leaving.numel():
-                    rows, order = saves[leaving].cpu().sort()
-                    out = self.layouts[t].empty(leaving.numel())
+                    rows, order = saves[leaving].sort()
+                    out = self.layouts[t].empty(leaving.numel(), pinned=pinned)
                     places = torch.arange(leaving.numel(), device=slots.device)
                     move_rows(parts, out, slots[leaving][order], places, torch.full_like(places, -1))
-                    below.write(rows, out)
+                    # host sync on CUDA: files are written by rows that the host knows
+                    self._transfers.save(span.name, below, rows.cpu(), out)
                 if coming.numel():
-                    records = self.layouts[t].empty(coming.numel())
-                    below.read(from_below[coming].cpu(), records)
-                    loads.append(_Load(t, records, part.slots[coming]))
+                    records = self.layouts[t].empty(coming.numel(), pinned=pinned)
+                    # host sync on CUDA: as above
+                    rows = from_below[coming].cpu()
+                    self._transfers.load(lease.number, t, span.name, below, rows, records, part.slots[coming])
             self._make_fresh(t, parts, slots[part.fresh], (part.loads - span.first_row)[part.fresh])
-        return loads
 
     def _make_fresh(self, table: int, parts: Sequence[Tensor], slots: Tensor, rows: Tensor) -> None:
         fresh = self.specs[table].fresh
@@ -276,12 +299,27 @@ class CachedRows:
             counts.saves += saves
 
     def ready(self, lease: CacheLease) -> None:
-        """As `LookaheadStore.ready`."""
-        loads, lease.loads = lease.loads, []
-        for load in loads:
+        """As `LookaheadStore.ready`.
+
+        Raises:
+            OSError, RuntimeError: what lies below could not be read or written; names the table. So does each call
+                after it, as rows are lost.
+        """
+        with self._turns.turn():
+            self._put_loads(lease.number)
+
+    @torch.no_grad()
+    def _put_loads(self, batch: int | None) -> None:
+        """Put into their slots what comes from below for the batches up to this one, or for all."""
+        for load in self._transfers.loaded(batch):
             places = torch.arange(load.slots.shape[0], device=load.slots.device)
             slots = load.slots - self.residency.tables[load.table].first_slot
             move_rows(self._parts(load.table), load.records, slots, torch.full_like(places, -1), places)
+
+    def _settle(self) -> None:
+        """Have slots and what lies below be as if all moves had been made. Raises as `ready`."""
+        self._put_loads(None)
+        self._transfers.finish_writes()
 
     def holds(self, lease: CacheLease) -> bool:
         """As `LookaheadStore.holds`."""
@@ -289,15 +327,43 @@ class CachedRows:
 
     def release(self, lease: CacheLease) -> None:
         """As `RowStore.release`."""
-        self.ready(lease)
-        self.residency.release(lease.rows, changed=True)
+        self._release(lease.number, lease.rows, changed=True)
 
     def release_unchanged(self, lease: CacheLease) -> None:
         """As `LookaheadStore.release_unchanged`."""
-        self.ready(lease)
-        self.residency.release(lease.rows, changed=False)
+        self._release(lease.number, lease.rows, changed=False)
+
+    def _release(self, number: int, lease: Lease, *, changed: bool) -> None:
+        if lease not in self.residency.leases:
+            return
+        with self._turns.turn():
+            # of a disk that fails whoever wants rows next is told; this call cleans up after a step
+            with suppress(Exception):
+                self._put_loads(number)
+            self.residency.release(lease, changed=changed)
 
     # ---- whole tables
+
+    def settle(self) -> None:
+        """Have all rows that are on their way where they go: who reads or writes rows finds them there."""
+        with self._turns.turn():
+            self._settle()
+
+    def is_in_use(self) -> bool:
+        """As `LookaheadStore.is_in_use`."""
+        return bool(self.residency.leases or self.residency._window.batches)
+
+    def follow(self, device: torch.device) -> None:
+        """As `LookaheadStore.follow`."""
+        assert not self.is_in_use()
+        for name, value in vars(self.residency).items():
+            if isinstance(value, Tensor):
+                setattr(self.residency, name, value.to(device))
+        self.residency.device = device
+        self._turns = Turns(device)
+        for below in self.below:
+            if device.type == "cuda" and isinstance(below, HostRecords):
+                below.pin()
 
     def initial_states(self, table: int) -> list[Tensor]:
         """What the optimizer states of a row begin with: [1, dim] or [1] each."""
@@ -321,6 +387,11 @@ class CachedRows:
 
         `slots` are what the slots of the table have, where they do not lie in the group now.
         """
+        with self._turns.turn():
+            self._settle()
+            return self._read(table, begin, end, slots)
+
+    def _read(self, table: int, begin: int, end: int, slots: Sequence[Tensor] | None) -> list[Tensor]:
         span, layout = self.residency.tables[table], self.layouts[table]
         where = self.residency.slot_of[span.first_row + begin : span.first_row + end].long()
         records = layout.empty(end - begin)
@@ -365,6 +436,13 @@ class CachedRows:
         self, table: int, rows: Tensor, parts: Sequence[Tensor | None], slots: Sequence[Tensor] | None = None
     ) -> None:
         """Replace distinct rows [n] of a table, ascending, on the device and below. Other arguments as `write`."""
+        with self._turns.turn():
+            self._settle()
+            self._write_rows(table, rows, parts, slots)
+
+    def _write_rows(
+        self, table: int, rows: Tensor, parts: Sequence[Tensor | None], slots: Sequence[Tensor] | None
+    ) -> None:
         span, layout, below = self.residency.tables[table], self.layouts[table], self.below[table]
         rows = rows.to(self.residency.device)
         where = self.residency.slot_of[span.first_row + rows].long()
@@ -405,6 +483,9 @@ class CachedRows:
             # inside of another block
             yield
             return
+        # while slots are where loads expect them
+        with self._turns.turn():
+            self._settle()
         count, shapes, memory = len(group.tables), group.tables, (group.flat, group.states)
         slots = [self._parts(t) for t in range(count)]
         group.lay_out_anew([replace(shape, slots=None) for shape in shapes])
@@ -423,7 +504,49 @@ class CachedRows:
         finally:
             group.lay_out_anew(shapes, *memory)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: batches that are under way, which hold rows here, are none of a copy's."""
+        if "residency" not in self.__dict__:
+            return self.__dict__
+        assert self.group is not None
+        self.settle()
+        # gradients that wait are copied with their group
+        kept = [lease.rows for lease in self.group._leases]
+        # what lies below first: it says why it cannot be pickled
+        state = {"below": self.below, **self.__dict__, "residency": self.residency.without_batches(kept)}
+        # of threads and streams
+        del state["_transfers"], state["_turns"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._transfers = Transfers("rows below")
+        if "residency" in state:
+            self._turns = Turns(self.residency.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CachedRows:
+        probe = torch.empty(0)
+        if copy.deepcopy(probe) is probe:
+            assert self.group is not None
+            raise TypeError(
+                f"tables {[table.name for table in self.group.tables]} have tiers: two models cannot share the rows of"
+                " a cache, as a copy to the same device would: copy.deepcopy inside of sharded_model_copy('cpu') makes"
+                " one with rows of its own"
+            )
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
     def close(self) -> None:
         """Let go what lies below."""
+        self._transfers.close()
         for below in self.below:
             below.close()
+
+
+def _abandon(store: weakref.ref[CachedRows], number: int, lease: Lease) -> None:
+    """Give back what a lookup held whose backward never came: a step that failed, or none that trains."""
+    cached = store()
+    if cached is not None:
+        cached._release(number, lease, changed=False)

@@ -11,6 +11,7 @@ use, the furthest first; among equals the lowest slot. With all batches announce
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -98,6 +99,8 @@ class _Window:
     announced: int = 0
     # rows announced so far
     entries: int = 0
+    # those that will not come, whose rows still name them as their next use
+    withdrawn: list[Announced] = field(default_factory=list)
 
 
 class Residency:
@@ -149,7 +152,11 @@ class Residency:
         self._stored = torch.zeros(slots, dtype=torch.bool, device=self.device)
         self._score = torch.zeros(slots, dtype=torch.int64, device=self.device)
         self._key = torch.zeros(slots, dtype=torch.int32, device=self.device)
-        self._state = SlotTables(
+
+    @property
+    def _state(self) -> SlotTables:
+        # made for each batch: tensors are other ones once slots grew or the device changed
+        return SlotTables(
             self.slot_of, self.row_of, self.held, self.dirty, self._stored, self._score, self._key, self._row_borders,
             self._slot_borders,
         )  # fmt: skip
@@ -158,10 +165,12 @@ class Residency:
 
     def announce(self, rows: Tensor) -> Announced:
         """Say that a batch will come that wants distinct `rows` [U], ascending; batches come in this order."""
+        self._forget_withdrawn()
         return self._announce(rows, self._places()[rows])
 
     def announce_ids(self, ids: Tensor, offsets: Tensor, lookups: Lookups) -> Announced:
         """As `announce`, of a batch's ids [N], offsets [F*B + 1]."""
+        self._forget_withdrawn()
         begin = self._window.entries
         return self._announce(*steps.distinct_rows(self._state, ids, offsets, lookups, self._places(), begin))
 
@@ -196,17 +205,24 @@ class Residency:
 
     def withdraw(self, announced: Announced) -> None:
         """Say that a batch that was announced will not come."""
-        if not announced.is_pending:
-            return
-        announced.is_pending = False
+        if announced.is_pending:
+            announced.is_pending = False
+            self._window.batches.remove(announced)
+            # all at once, before anybody asks: a pipeline that is reset withdraws all that it announced
+            self._window.withdrawn.append(announced)
+
+    def _forget_withdrawn(self) -> None:
+        """Link the batches that will come anew, where some between them will not."""
         window = self._window
-        window.batches.remove(announced)
+        if not window.withdrawn:
+            return
         assert self._latest is not None
-        for rows in (announced.rows, *(batch.rows for batch in window.batches)):
-            self._latest[rows] = -1
-            slots = self.slot_of[rows].long()
+        for batch in (*window.withdrawn, *window.batches):
+            self._latest[batch.rows] = -1
+            slots = self.slot_of[batch.rows].long()
             slots = slots[slots >= 0]
             self._key[slots] = steps.key_of(self._score[slots], self._base)
+        window.withdrawn = []
         for batch in window.batches:
             self._link(batch, self._latest[batch.rows])
 
@@ -232,11 +248,16 @@ class Residency:
         return places, lease
 
     def _hold(self, found: Found, announced: Announced | None) -> Lease:
+        window = self._window
+        if announced is not None and announced.is_pending and announced is not window.batches[0]:
+            # those before it have not come, and may: to the window this is a batch that nobody announced
+            self.withdraw(announced)
+        self._forget_withdrawn()
         moves, counts = self._make_room(found)
         hits = found.hits
         slots = torch.cat([hits, moves.slots]) if moves.slots.shape[0] else hits.clone()
         self.batch += 1
-        window, comes = self._window, announced is not None and announced.is_pending
+        comes = announced is not None and announced.is_pending
         scoring, most = scoring_of(self.policy, self.batch, self._base)
         given = None
         if not scoring.kind or self._state.loops is None:
@@ -251,7 +272,6 @@ class Residency:
         if most - self._base > SCORES:
             self._rebase(most - SCORES // 2)
         if announced is not None and comes:
-            assert announced is window.batches[0], "batches come in the order in which they were announced"
             announced.is_pending = False
             window.batches.pop(0)
             steps.expect(self._state, announced.rows, announced.begin, self._next)
@@ -338,6 +358,19 @@ class Residency:
 
         for lease in self.leases:
             lease.slots, lease.moves = moved(lease.slots), lease.moves._replace(slots=moved(lease.moves.slots))
+
+    def without_batches(self, kept: Sequence[Lease]) -> Residency:
+        """The same rows in the same slots, of which no lease but `kept` holds any, and with no batch announced."""
+        other = copy.copy(self)
+        other.leases = [lease for lease in self.leases if lease in kept]
+        other.held = torch.zeros_like(self.held)
+        for lease in other.leases:
+            other.held[lease.slots] += 1
+        other._window, other._latest = _Window(), None
+        other._next = torch.full((1,), _NONE, dtype=torch.int32, device=self.device)
+        other._key = torch.where(self.row_of >= 0, steps.key_of(self._score, self._base), 0)
+        other._scratch = Scratch()
+        return other
 
     def resident(self, table: int) -> tuple[Tensor, Tensor]:
         """Rows [n] of a table that have slots, ascending, and these; both counted within the table."""

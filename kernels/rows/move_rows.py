@@ -114,7 +114,7 @@ def _exchange(  # type: ignore[no-untyped-def]
         tl.store(row, new, mask=into)
 
 
-@triton.jit(do_not_specialize=["M", "S", "R", "programs"])
+@triton.jit(do_not_specialize=["M", "S", "R", "programs"], do_not_specialize_on_alignment=["slots", "saves", "loads"])
 def _move_rows_kernel(  # type: ignore[no-untyped-def]
     parts,
     records,

@@ -1,12 +1,26 @@
-"""Memory that crosses from one stream to another."""
+"""Work and memory that cross from one stream to another."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+
+
+@contextmanager
+def after(stream: Any) -> Iterator[None]:
+    """Work begun inside goes to `stream`, after what the current one was given; None is the current one."""
+    if stream is None or stream.device.type == "cpu":
+        yield
+        return
+    module = torch.get_device_module(stream.device)
+    stream.wait_stream(module.current_stream(stream.device))
+    with module.stream(stream):
+        yield
 
 
 def record_stream(thing: Any, stream: Any) -> None:

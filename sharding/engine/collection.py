@@ -11,6 +11,7 @@ from `routed_ahead`.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,6 +55,7 @@ from .stages import StepContext
 from .state import States, publish_weights, take_over, take_weights, weight_holders
 from .step import IDS_RECEIVED, IDS_SENT, LOOKED_UP, Step
 from .tables import Collection, LocalTables, Mark, Stores, facts_of_replicas, tables_of
+from .tiers import is_lazy, require_tiers
 from .wire import (
     PooledWire,
     Receiving,
@@ -235,24 +237,23 @@ class ShardedCollection(OneOp, WritableTables):
                 raise ValueError(
                     f"tables {dense}: what trains by its gradient has all rows on the device, no row store"
                 )
-            tiered = [table.name for table in tables if table.options.tier is not None]
+            params = module._own_parameters()
             trained_outside = [
                 table.name
-                for table, mark, param in zip(tables, marks, module._own_parameters(), strict=True)
+                for table, mark, param in zip(tables, marks, params, strict=True)
                 if mark is None and param.requires_grad
             ]
-            if dense := [name for name in tiered if name in trained_outside]:
+            require_tiers(tables, trained_outside, device, fully_sharded=self._replicas is not None)
+            if self._replicas is not None and (stores is not None or mapped):
                 raise ValueError(
-                    f"tables {dense}: what trains by its gradient has all rows on the device, no tier: give it an"
-                    " optimizer in its backward (apply_optimizer_in_backward)"
-                )
-            if self._replicas is not None and (stores is not None or mapped or tiered):
-                raise ValueError(
-                    "sharding_strategy FULLY_SHARDED: tables whose rows are in a row store, in tiers or found by an id"
-                    " map cannot be kept in parts, as replicas have other rows in their slots: give their module"
-                    " DEFAULT by a DMPCollectionConfig"
+                    "sharding_strategy FULLY_SHARDED: tables whose rows are in a row store or found by an id map cannot"
+                    " be kept in parts, as replicas have other rows in their slots: give their module DEFAULT by a"
+                    " DMPCollectionConfig"
                 )
             routes, facts = self._plan(tables, shards)
+            given = zip(tables, module._configs, params, strict=True)
+            lazy = [table.name for table, *rest in given if table.options.tier is not None and is_lazy(*rest)]
+            facts["tables whose rows are made when they are needed"] = str(lazy)
             return (routes, marks), {**facts, **facts_of_replicas(tables, shards, device)}
 
         (routes, marks), number = agree(self._exchange, device, plan)
@@ -492,10 +493,15 @@ class ShardedCollection(OneOp, WritableTables):
     ) -> bool:
         """Bring the rows that the batch asks for into the slots of their stores, before the lookup.
 
-        The update of the batch before may still come: rows are read by the lookup. False where a store has no room as
-        long as the leases of that batch last; the lookup then asks once more.
+        Updates of the batches before may still come: rows are read by the lookup. False where a store has no room as
+        long as the leases of those batches last; a later call, or the lookup, asks once more. On CUDA it may run on a
+        stream of its own, that of the lookup being `forward_stream`.
         """
-        return self.shards.prefetch(dist_input)
+        return self.shards.prefetch(dist_input, forward_stream)
+
+    def announce(self, dist_input: Step) -> None:
+        """Tell row stores that the batch will come, after those of which they were told before."""
+        self.shards.announce(dist_input)
 
     def look_up(self, step: Step, *, all_tables: bool = False) -> None:
         """Find the rows that were asked for and send them off; `finish` takes them. Nothing the second time.
@@ -575,9 +581,19 @@ class ShardedCollection(OneOp, WritableTables):
         with torch.set_grad_enabled(step.update and torch.is_grad_enabled()):
             return self.shards.look_up_replicated(step, dense=True)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedCollection:
+        for name, param in self._tables.parameters.items():
+            if self.shards.is_away(name) and not self.shards.fully_sharded and id(param) not in memo:
+                # as they are: a copy of NaNs that are one number in memory would be as large as the table
+                memo[id(param)] = nn.Parameter(param.detach()[:], requires_grad=param.requires_grad)
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedCollection:
         take_over(self)
-        with self.shards.whole(keep=True):
+        with self.shards.assembled(keep=True):
             self._tables.move(fn)
             for name, holder in weight_holders(self).items():
                 holder._parameters["weight"] = self._tables.parameters[name]

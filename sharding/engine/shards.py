@@ -6,9 +6,11 @@ Letters as in routes.py.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +21,14 @@ from shardwise.embeddings.tiers import CachedRows
 
 from ...planner.layout import Span
 from ..comms.exchange import Exchange
+from ..comms.streams import after
 from .id_map import IdMap, RenewingIdMap, SteppedIdMap
 from .routes import ROWS, Routes
 from .row_state import Touched, WholeRows, touched_rows
 from .step import Step
 from .tables import LocalTables
+
+T = TypeVar("T")
 
 
 class LocalShards:
@@ -45,6 +50,8 @@ class LocalShards:
         # groups that answer an evaluation and a training step
         asked = [g for g, part in enumerate(self.parts) if part.slots]
         self._asked = [g for g in asked if not self.parts[g].is_replica], asked
+        # steps whose rows were brought ahead of their lookup, the oldest first
+        self._prefetched: deque[Step] = deque()
 
     def translate(self, step: Step, id_maps: Mapping[str, IdMap]) -> None:
         """Replace the ids that came for tables with an id map by their rows."""
@@ -81,18 +88,23 @@ class LocalShards:
                     group.renew(number, renewal.rows, renewal.values[:, slice(*shard.cols)])
         step.renewals = {}
 
-    def prefetch(self, step: Step) -> bool:
-        """Bring the rows that were asked for to slots, ahead of the lookup; False where a store has no room yet."""
-        if step.leases:
-            return True
+    def prefetch(self, step: Step, forward_stream: torch.Stream | None = None) -> bool:
+        """Bring the rows that were asked for to slots, ahead of the lookup; False where a store has no room yet.
+
+        What has room stays, and a later call, or the lookup, asks for the rest. `forward_stream` is where the lookup
+        will be, if that is another stream than the current one: stores that know nothing of streams are called there.
+        """
+        if step not in self._prefetched:
+            self._prefetched.append(step)
         for g in self._asked[step.update]:
+            if g in step.leases:
+                continue
             group, (ids, offsets, _) = self.tables.groups[g], self._inputs(step, g)
             try:
-                step.leases[g] = self._resolve(step, g, group, ids, offsets)
+                with nullcontext() if group.lookahead is not None else after(forward_stream):
+                    step.leases[g] = self._resolve(step, g, group, ids, offsets)
             except NoFreeSlots:
-                # rows of the batch before hold them: the lookup asks again, after its update
-                self.release(step, changed=False)
-                step.leases = {}
+                # rows of the batches before hold them until their updates
                 return False
         return True
 
@@ -112,6 +124,20 @@ class LocalShards:
             assert store is not None
             store.withdraw(of_group)
 
+    def _with_room(self, group: TableGroup, look_up: Callable[[], T]) -> T:
+        """A lookup, which cannot wait: rows that later batches have ahead make room for it, those of the last first."""
+        while True:
+            try:
+                return look_up()
+            except NoFreeSlots:
+                ahead = ((one, g) for one in reversed(self._prefetched) for g in one.leases)
+                holder = next(((one, g) for one, g in ahead if self.tables.groups[g] is group), None)
+                if holder is None:
+                    raise
+                step, g = holder
+                _, lease = step.leases.pop(g)
+                group.release_unchanged(lease)
+
     def _resolve(self, step: Step, g: int, group: TableGroup, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Any]:
         if group.lookahead is None:
             return group.store.resolve(ids, offsets, group.step)
@@ -129,9 +155,13 @@ class LocalShards:
         if step.renewals:
             self.renew(step)
         prefetched, step.leases = step.leases, {}
+        if step in self._prefetched:
+            self._prefetched.remove(step)
         for g in self._asked[step.update]:
             group, part, (ids, offsets, factors) = groups[g], self.parts[g], self._inputs(step, g)
-            slots, lease = prefetched.get(g) or self._resolve(step, g, group, ids, offsets)
+            slots, lease = prefetched.get(g) or self._with_room(
+                group, partial(self._resolve, step, g, group, ids, offsets)
+            )
             if group.lookahead is not None:
                 group.lookahead.ready(lease)
             if not part.is_replica:
@@ -151,10 +181,11 @@ class LocalShards:
         )
         for part, group, batch in zip(parts, groups, step.replicated[first:], strict=False):
             if self.routes.pooled:
-                pooled = group.pooled(batch.ids, batch.offsets, batch.weights)
+                pooled = self._with_room(group, partial(group.pooled, batch.ids, batch.offsets, batch.weights))
                 pieces = pooled.split_with_sizes([slot.width for slot in part.slots], dim=1)
             else:
-                pieces = group.sequence(batch.ids, batch.offsets).split_with_sizes(batch.sizes)
+                rows = self._with_room(group, partial(group.sequence, batch.ids, batch.offsets))
+                pieces = rows.split_with_sizes(batch.sizes)
             by_lookup.update(zip([slot.lookup for slot in part.slots], pieces, strict=True))
         return by_lookup
 
@@ -271,13 +302,17 @@ class LocalShards:
         stores = [group.store for group in self.tables.all_groups() if isinstance(group.store, CachedRows)]
         return self._whole_stores(stores, keep) if stores else nullcontext()
 
+    def assembled(self, *, keep: bool = False) -> AbstractContextManager[None]:
+        """As `whole` of what replicas keep in parts (`FullyShardedShards`), where tables with a tier stay as they are."""
+        return nullcontext()
+
     @contextmanager
     def _whole_stores(self, stores: Sequence[CachedRows], keep: bool) -> Iterator[None]:
         with ExitStack() as stack:
+            # once the stores have laid their slots out again
+            stack.callback(self.tables._place_parameters)
             for store in stores:
                 stack.enter_context(store.whole(keep=keep))
-            # before the stores lay their slots out again
-            stack.callback(self.tables._place_parameters)
             self.tables._place_parameters()
             yield
 
@@ -287,6 +322,8 @@ class LocalShards:
 
     def release(self, step: Step, *, changed: bool) -> None:
         """Let the slots of a step go, after its update or, not `changed`, where none came."""
+        if step in self._prefetched:
+            self._prefetched.remove(step)
         for g, (_, lease) in step.leases.items():
             group = self.tables.groups[g]
             if changed:

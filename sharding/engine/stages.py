@@ -90,6 +90,10 @@ class StagedModule(ShardedModule[S, S, Any, StepContext]):
         """Bring the rows of a batch whose ids are here into their slots; False where there is no room yet."""
 
     @abc.abstractmethod
+    def announce(self, dist_input: S) -> None:
+        """Tell row stores of a batch whose ids are here; batches are looked up in the order of these calls."""
+
+    @abc.abstractmethod
     def look_up(self, step: S, *, all_tables: bool = False) -> None:
         """Find rows and send them off; `all_tables`: those of tables that every rank holds too, which need no way."""
 

@@ -82,8 +82,15 @@ class Nested(StagedModule[list[Any]]):
         self, dist_input: list[Any], forward_stream: torch.Stream | None = None, ctx: StepContext | None = None
     ) -> bool:
         """Bring the rows of a batch whose ids are here into their slots; False where there is no room yet."""
-        there = [part.prefetch(of_part) for part, of_part in zip(self._parts(), dist_input, strict=True)]
+        parts = zip(self._parts(), dist_input, strict=True)
+        # all of them, also after one without room
+        there = [part.prefetch(of_part, forward_stream) for part, of_part in parts]
         return all(there)
+
+    def announce(self, dist_input: list[Any]) -> None:
+        """Tell row stores of a batch whose ids are here."""
+        for part, of_part in zip(self._parts(), dist_input, strict=True):
+            part.announce(of_part)
 
     def look_up(self, step: list[Any], *, all_tables: bool = False) -> None:
         """Find rows and send them off."""

@@ -156,23 +156,24 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         tables = BaseEmbeddingSharder.shardable_parameters(self, cast(M, module))
         location = getattr(module, "_location", None)
         options = {name: self._options_of(name, params[name], tables[name], location) for name in sizes}
-        self._settings.warn_of_caches(options.values())
-        reserved = {name: self._settings.reserved_of(params[name]) for name in sizes if options[name].tier is not None}
-        if any(reserved.values()):
-            options = self._leave_free(reserved, shards, options, tables, device)
-        return shards, options
+        return shards, self._fitted(params, shards, options, tables, device)
 
-    def _leave_free(
-        self, reserved: Mapping[str, int], shards: Sequence[Shard], options: Mapping[str, TableOptions],
+    def _fitted(
+        self, params: Mapping[str, ParameterSharding], shards: Sequence[Shard], options: Mapping[str, TableOptions],
         tables: Mapping[str, torch.Tensor], device: torch.device,
     ) -> dict[str, TableOptions]:  # fmt: skip
-        """The options with as few slots as leave so many bytes of a GPU free."""
+        """The options with as few slots as leave the memory of a GPU free that settings of caches reserve."""
+        self._settings.warn_of_caches(options.values())
+        tiers = {name: table.tier for name, table in options.items()}
+        reserved = {name: self._settings.reserved_of(params[name]) for name, tier in tiers.items() if tier is not None}
+        named = ", ".join(repr(name) for name, size in reserved.items() if size)
+        if not named:
+            return dict(options)
         if device.type != "cuda":
-            named = ", ".join(repr(name) for name, size in reserved.items() if size)
             warnings.warn(
                 f"cache_params.reserved_memory of tables {named} has no effect: a {device.type} has no memory of its"
                 " own",
-                stacklevel=4,
+                stacklevel=5,
             )
             return dict(options)
 
@@ -181,9 +182,7 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
             rule = optimizer_spec(*mark, table=name).rule
             return record_bytes(width, self._settings.type_of(tables[name], options[name]), rule)
 
-        tiers = {name: table.tier for name, table in options.items()}
-        total = torch.cuda.mem_get_info(device)[1]
-        fitted = within_memory(tiers, reserved, shards, row_bytes, total)
+        fitted = within_memory(tiers, reserved, shards, row_bytes, torch.cuda.mem_get_info(device)[1])
         return {name: replace(table, tier=fitted[name]) for name, table in options.items()}
 
     def _options_of(

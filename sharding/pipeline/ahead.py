@@ -15,6 +15,7 @@ from torch import nn
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.comms.failures import agreed
+from shardwise.sharding.engine.stages import StagedModule
 from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
 from .calls import Calls, Started
@@ -40,6 +41,7 @@ class Ahead(Generic[In]):
     Args:
         agrees_by: an exchange between all ranks that train the model, and the device whose tensors it takes.
         prepares: whether inputs that the model makes itself are made ahead.
+        rows_stream: where rows are brought to their slots; None: where the forward is.
         frees: whether the memory of a batch's features is freed once they are lined up to leave.
     """
 
@@ -50,9 +52,10 @@ class Ahead(Generic[In]):
         stream: torch.Stream | None,
         *,
         prepares: bool,
+        rows_stream: torch.Stream | None = None,
         frees: bool = False,
     ) -> None:
-        self._model, self._frees = model, frees
+        self._model, self._frees, self._rows_stream = model, frees, rows_stream
         self._calls, self._stream = Calls(model, *agrees_by, prepares=prepares), stream
 
     def collections(self) -> list[nn.Module]:
@@ -167,17 +170,49 @@ class Ahead(Generic[In]):
                     record_stream(one.step, here)
         wait_for(self._stream)
 
-    def prefetch(self, fetched: Fetched[In]) -> None:
+    def announce(self, fetched: Fetched[In]) -> None:
+        """Tell row stores of a batch once its ids have arrived: nothing is brought yet, and they know what to keep.
+
+        All ranks in the same order, which is that of the batches. What `prefetch` leaves out is left out here.
+        """
+        if fetched.is_announced:
+            return
+        with on(self._rows_stream):
+            self._arrive(fetched, maps=False)
+            for one in fetched.started:
+                if not one.call.module.maps_ids:
+                    one.call.module.announce(one.step)
+        fetched.is_announced = bool(fetched.started)
+
+    def prefetch(self, fetched: Fetched[In]) -> bool:
         """Bring the rows of a batch into the slots of their stores, once its ids have arrived.
 
-        Ids that are mapped to rows wait for their step: a map learns from what it maps if that trains, and only then
-        it is certain that this batch does, and that it is not dropped.
+        False where some store has no room yet: ask again before a later batch. Ids that are mapped to rows wait for
+        their step: a map learns from what it maps if that trains, and only then it is certain that this batch does, and
+        that it is not dropped.
         """
-        self._arrive(fetched, maps=False)
+        if fetched.is_prefetched:
+            return True
+        here, rows_stream = current(self._rows_stream), self._rows_stream
+        with on(rows_stream):
+            self._arrive(fetched, maps=False)
+        is_there = True
         for one in fetched.started:
-            if one.call.module.maps_ids:
+            module = one.call.module
+            if one.is_prefetched or module.maps_ids:
                 continue
-            one.call.module.prefetch(one.step)
+            if rows_stream is None or not isinstance(module, StagedModule):
+                # a user's own knows nothing of our streams
+                wait_for(rows_stream)
+                one.is_prefetched = module.prefetch(one.step) is not False
+            else:
+                with on(rows_stream):
+                    one.is_prefetched = module.prefetch(one.step, here)
+                # slots were made there
+                record_stream(one.step, here)
+            is_there = is_there and one.is_prefetched
+        fetched.is_prefetched = is_there and bool(fetched.started)
+        return is_there
 
     def look_up(self, fetched: Fetched[In], *, all_tables: bool, used_on: torch.Stream | None = None) -> None:
         """Look up a batch whose ids have arrived, on the current stream; the forward will be `used_on` another one.
@@ -240,3 +275,4 @@ class Ahead(Generic[In]):
         for one in fetched.started:
             one.call.module.drop(one.step)
         fetched.started, fetched.mode, fetched.is_sent = [], None, False
+        fetched.is_announced = fetched.is_prefetched = False

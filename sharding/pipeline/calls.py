@@ -202,6 +202,8 @@ class Started:
     features: Any
     # of its module's kind
     step: Any
+    # whether the rows that it wants are where its lookup finds them
+    is_prefetched: bool = False
 
 
 class Calls:

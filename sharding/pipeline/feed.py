@@ -24,6 +24,8 @@ from .calls import Started
 from .streams import AllocatesOn, current, new_stream, on, record_stream, to_device
 
 In = TypeVar("In")
+# what a rank says of a batch that is not just there: there is none, or it is and the next one is not here yet
+_ENDED, _WAITS = 1, 2
 
 
 @dataclass
@@ -38,6 +40,8 @@ class Fetched(Generic[In]):
     error: Exception | None = None
     # whether some rank has no such batch: all stop here
     ended: bool = False
+    # whether on some rank the next one would be waited for; known with the header
+    is_last_at_hand: bool = False
     # calls of its step that left ahead, and the kind of step that they left for
     started: list[Started] = field(default_factory=list)
     mode: tuple[bool, bool] | None = None
@@ -52,6 +56,9 @@ class Fetched(Generic[In]):
     has_left: bool = False
     has_sent: bool = False
     is_sent: bool = False
+    # whether stores know that it comes, and whether its rows are in their slots
+    is_announced: bool = False
+    is_prefetched: bool = False
 
     def use(self, stream: torch.Stream | None) -> In:
         """The batch, for work on the current stream."""
@@ -125,9 +132,9 @@ class Feed(Generic[In]):
                 batch, context = load(iterator)
                 if self.stream is not None:
                     copied = self.stream.record_event()
-            told = [[int(batch is None)]] * exchange.world_size
+            told = [[_ENDED if batch is None else _WAITS * self._would_wait(iterator)]] * exchange.world_size
         except StopIteration:
-            told = [[1]] * exchange.world_size
+            told = [[_ENDED]] * exchange.world_size
         except Exception as error:
             batch, told = None, error
         with on(self.stream):
@@ -145,7 +152,8 @@ class Feed(Generic[In]):
         except Exception as error:
             fetched.error = error
             return
-        ended = [rank for rank, (has_ended,) in enumerate(numbers) if has_ended]
+        ended = [rank for rank, (told,) in enumerate(numbers) if told == _ENDED]
+        fetched.is_last_at_hand = any(told for (told,) in numbers)
         if not ended:
             return
         fetched.ended = self._is_over = True
@@ -156,6 +164,11 @@ class Feed(Generic[In]):
                 " all ranks the same number of batches",
                 stacklevel=3,
             )
+
+    def _would_wait(self, iterator: Iterator[In]) -> bool:
+        """Whether an iterator that counts the batches that it has now has none; others are taken to have some."""
+        at_hand = getattr(iterator, "at_hand", None)
+        return at_hand is not None and not at_hand()
 
     def drop(self, fetched: Fetched[In]) -> None:
         """Let a batch go that will not be used."""

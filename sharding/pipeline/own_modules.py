@@ -69,6 +69,9 @@ class OwnModule:
         """The module's own."""
         return self.module.prefetch(step.dist_input, ctx=step.context)
 
+    def announce(self, step: StagedStep) -> None:
+        """The stages of others know nothing of batches to come."""
+
     def look_up(self, step: StagedStep, *, all_tables: bool = False) -> None:
         """Call `compute_and_output_dist` ahead of the module's call, which then returns its result."""
         if step.result is None:

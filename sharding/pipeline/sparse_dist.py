@@ -87,6 +87,8 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
         self._is_taking = False
         self._loads = "after forward" if enqueue_batch_after_forward else "before forward"
         self._stream = new_stream(self._device, priority=-1)
+        # where rows are brought to their slots, by pipelines that do
+        self._rows_stream: torch.Stream | None = None
         self._ahead = self._ahead_of(model)
 
     @property
@@ -268,7 +270,7 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
     def _ahead_of(self, model: nn.Module) -> Ahead[In]:
         return Ahead(
             model, self._feed.agrees_by, self._stream, prepares=self._pipeline_postproc,
-            frees=self._free_features_storage_early,
+            rows_stream=self._rows_stream, frees=self._free_features_storage_early,
         )  # fmt: skip
 
     def _start(self, fetched: Fetched[In]) -> None:
@@ -342,15 +344,22 @@ class TrainPipelineSparseDistLite(TrainPipelineSparseDist[In, Out]):
 
 
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
-    """Also brings the rows of the next batch into the slots of their row store while a batch trains.
+    """Also brings the rows of the next batches into the slots of their row stores while a batch trains.
 
-    Four batches are under way: the ids of the next one are here, those of the one after travel. Rows that leases hold
-    stay; they are read after the update. Where a store has no room for two batches the lookup brings the rows.
+    By default four batches are under way: the ids of the next one are here and its rows come, the ids of the one after
+    travel. Rows are read after the update, so every bit is that of the plain loop. Where a store has no room for the
+    rows of a batch beside those that are held, they come a step later, or in the lookup.
 
-    Args as `TrainPipelineSparseDist`; `pipeline_postproc` is True by default.
+    Args as `TrainPipelineSparseDist`; `pipeline_postproc` is True by default; and:
+        ahead: batches that stores know of beyond the one whose rows come, as their ids are here: rows that these need
+            soonest stay on the device. 0 tells stores nothing. The first step waits for all of these batches; an
+            iterator with a method `at_hand()`, how many batches it has now, is asked for no more than those.
+        prefetch: batches whose rows come ahead, while slots are free; 0 leaves them to the lookup.
+
+    Raises:
+        ValueError: either is negative.
     """
 
-    _batches_ahead = 2
     _default_context_type = PrefetchTrainPipelineContext
 
     def __init__(
@@ -365,16 +374,49 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         enable_inplace_copy_batch: bool = False,
         free_features_storage_early: bool = False,
         clear_data_dist_inputs: bool = False,
+        *,
+        ahead: int = 0,
+        prefetch: int = 1,
     ) -> None:
+        if ahead < 0 or prefetch < 0:
+            raise ValueError(f"ahead and prefetch: batches, none of them negative; got {ahead} and {prefetch}")
+        self._known, self._prefetched = ahead, prefetch
+        # those whose ids are here, and one whose ids travel
+        self._batches_ahead = (max(prefetch, 1) + ahead if ahead else prefetch) + 1
         super().__init__(
             model, optimizer, device, execute_all_batches, apply_jit, None, pipeline_postproc, custom_model_fwd, 1,
             False, enable_inplace_copy_batch, free_features_storage_early, clear_data_dist_inputs,
         )  # fmt: skip
+        self._rows_stream = new_stream(self._device)
+        self._ahead = self._ahead_of(model)
+
+    def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
+        """Fetch the batches that a step needs under way, and as many more of those at hand as `ahead` asks for."""
+        needed = 2 + min(self._prefetched, 1)
+        while len(self._queue) < self._depth:
+            if len(self._queue) >= needed:
+                # all ranks fetch as many: the answer of the last one is waited for
+                self._feed.settle(self._queue[-1])
+                if self._queue[-1].is_last_at_hand:
+                    break
+            if not self.enqueue_batch(dataloader_iter):
+                break
 
     def _go_ahead(self) -> None:
         super()._go_ahead()
-        for fetched in islice(self._queue, 1, 2):
-            self._ahead.prefetch(fetched)
+        coming = list(islice(self._queue, 1, None))
+        # each batch takes its slots when those `ahead` of it are known, and no others: what moves hangs on no stall
+        self._announce(coming[: 1 + self._known])
+        for number, fetched in enumerate(coming[: self._prefetched]):
+            self._announce(coming[: 1 + number + self._known])
+            # in the order of the batches: one that waits for room is waited for
+            if not self._ahead.prefetch(fetched):
+                break
+
+    def _announce(self, coming: list[Fetched[In]]) -> None:
+        if self._known:
+            for fetched in coming:
+                self._ahead.announce(fetched)
 
 
 class EvalPipelineSparseDist(Evaluation[In, Out]):

@@ -73,6 +73,7 @@ def add_plan(commands: click.Group) -> None:
     @click.option(
         "--optimizer", help="Of tables that do not say theirs; 'none'.  [default: RowWiseAdagrad; of a model SGD]"
     )
+    @click.option("--trace", type=file, help="Of `cache record`: how often caches of rows below the device miss.")
     @click.option("--cost", type=click.Choice(COSTS), default="shardwise", help="The cost model.", show_default=True)
     @click.option("--constants", type=file, help="What `plan calibrate` measured.")
     @click.option(

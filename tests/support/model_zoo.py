@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,6 +47,8 @@ from shardwise.embeddings.managed_collision import (
     ManagedCollisionEmbeddingCollection,
     MCHManagedCollisionModule,
 )
+from shardwise.embeddings.tiers import CachedRows
+from shardwise.planner.layout import Tier
 from shardwise.sharding import column_wise, data_parallel, row_wise, table_wise
 
 DIM, ROWS = 8, 40
@@ -155,8 +157,10 @@ RULES: dict[str, type[torch.optim.Optimizer]] = {
 }  # fmt: skip
 
 
-def sharded(parts: str, module: nn.Module | None = None, **more: Any) -> DistributedModelParallel:
-    """A model of these parts, its tables cut every way there is."""
+def sharded(
+    parts: str, module: nn.Module | None = None, *, tier: Tier | None = None, **more: Any
+) -> DistributedModelParallel:
+    """A model of these parts, its tables cut every way there is, and with a `tier` below the device."""
     module = module or Net(parts)
     world, plan = dist.get_world_size(), ShardingPlan()
     for number, (name, rule) in enumerate(RULES.items()):
@@ -170,12 +174,27 @@ def sharded(parts: str, module: nn.Module | None = None, **more: Any) -> Distrib
         plan.plan[name] = construct_module_sharding_plan(
             collection, cut, local_size=world, world_size=world, device_type="cpu"
         )
+        for sharding in plan.plan[name].values():
+            sharding.tier = tier
     env = ShardingEnv.from_process_group(world_group())
     return DistributedModelParallel(module, env, "cpu", plan, **more)
 
 
+def stores_of(model: DistributedModelParallel) -> list[CachedRows]:
+    """What caches the rows of this rank, where its tables have tiers."""
+    groups = [group for one in model._sharded.values() for group in one._tables.all_groups()]
+    return [group.store for group in groups if isinstance(group.store, CachedRows)]
+
+
 def state_of(model: DistributedModelParallel) -> dict[str, Tensor]:
-    """Every number that training changes on this rank, as copies."""
+    """Every number that training changes on this rank, as copies; also of rows that lie below the device."""
+    with ExitStack() as stack:
+        for one in model._sharded.values():
+            stack.enter_context(one.shards.whole())
+        return _state_here(model)
+
+
+def _state_here(model: DistributedModelParallel) -> dict[str, Tensor]:
     found = {name: param.detach().clone() for name, param in model.named_parameters()}
     for path, one in model._sharded.items():
         for g, group in enumerate(one._tables.all_groups()):

@@ -304,6 +304,23 @@ def test_scores_never_overflow(first_batch: int, policy: tuple[Policy, Callable[
         History(seed, policy, first_batch, jump=5_000).run()
 
 
+@pytest.mark.parametrize("by_ids", [False, True])
+def test_a_row_of_a_withdrawn_batch_has_the_next_use_of_one_that_is_announced_after_it(by_ids: bool) -> None:
+    """What was announced after a withdrawal was noted behind the place of the batch that was gone."""
+    residency = Residency([Span("t", 0, 4, 0, 2)], lru)
+    lookups = Lookups(pack_features([Feature(0, 4, 1, 0)], torch.device("cpu")), *torch.zeros(2, 1, dtype=torch.int64))
+    for row in (0, 1):
+        residency.release(residency.want(torch.tensor([row])), changed=True)
+    residency.announce(torch.tensor([2]))
+    residency.withdraw(residency.announce(torch.tensor([0])))
+    if by_ids:
+        residency.announce_ids(torch.tensor([0]), torch.tensor([0, 1]), lookups)
+    else:
+        residency.announce(torch.tensor([0]))
+    # row 0 was used first, but is needed
+    assert residency.want(torch.tensor([3])).moves.saves.tolist() == [1]
+
+
 def trace(seed: int, rows: int, batches: int, *, skewed: bool) -> list[list[int]]:
     rng = random.Random(seed)
     weights = [1 / (n + 1) if skewed else 1.0 for n in range(rows)]
