@@ -7,6 +7,7 @@ bits of tables that lie on the device as a whole. Which rows are where is `Resid
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from shardwise.kernels.rows.residency import Lookups
 from .backing import Backing, HostRecords
 from .policies import Policy, lru
 from .records import RecordLayout
-from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots
+from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots, grown_slots
 from .transfers import Transfers
 from .turns import Turns
 
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 # rows that are copied at once where all of a table are: a few copies of them are in memory at a time
 _CHUNK_BYTES = 16 * 2**20
+
+
+class TooManyRows(ValueError):
+    """A batch alone wants more rows of a table than may be on the device; nothing has changed."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,14 @@ class CacheSpec:
         below: (rows, bytes of a record) -> where its records lie.
         fresh: rows [n] of the table -> their initial values [n, dim], where rows are made when they are first needed;
             otherwise all rows are given (`CachedRows.write`).
+        share: the part of its table's rows that these are: a `Tier` counts slots of all of them.
     """
 
     slots: int
     max_slots: int
     below: Callable[[int, int], Backing]
     fresh: Callable[[Tensor], Tensor] | None = None
+    share: float = 1.0
 
 
 @dataclass
@@ -186,7 +193,7 @@ class CachedRows:
 
         Raises:
             NoFreeSlots: leases hold too many slots.
-            ValueError: the batch alone wants more rows of a table than it may have slots.
+            TooManyRows: the batch alone wants more rows of a table than it may have slots.
         """
         with self._turns.turn():
             try:
@@ -206,7 +213,7 @@ class CachedRows:
         """Give tables the slots that they need.
 
         Raises:
-            NoFreeSlots, ValueError: they may not have so many; nothing has changed.
+            NoFreeSlots, TooManyRows: they may not have so many; nothing has changed.
         """
         from ..tables.table_group import NoFreeSlots
 
@@ -221,17 +228,13 @@ class CachedRows:
                 self.counts[t].stalls += self._stalled != self._resolved
                 self._stalled = self._resolved
                 raise NoFreeSlots(f"table {shape.name!r}: {slots} slots are needed beside those of batches under way")
-            gib = slots * self.layouts[t].bytes / 2**30
-            raise ValueError(
+            gib, enough = slots * self.layouts[t].bytes / 2**30, math.ceil(slots / self.specs[t].share)
+            raise TooManyRows(
                 f"table {shape.name!r}: a batch wants {slots} distinct rows and the table may have {most} of its"
-                f" {shape.rows} rows on the device: Tier(max_slots={slots}), {gib:.3g} GiB, would do, or smaller"
+                f" {shape.rows} rows on the device: Tier(max_slots={enough}), {gib:.3g} GiB here, would do, or smaller"
                 " batches"
             )
-        # half as many again, so that it does not happen every batch
-        grown = {
-            t: min(max(slots, group.tables[t].resident * 3 // 2), self.specs[t].max_slots)
-            for t, slots in needed.items()
-        }
+        grown = {t: grown_slots(slots, self.specs[t].max_slots) for t, slots in needed.items()}
         # loads know their slots by the numbers of now, and kernels the memory of now
         self._settle()
         self._turns.synchronize()

@@ -42,6 +42,13 @@ class TooFewSlots(RuntimeError):
         self.needed = needed
 
 
+def grown_slots(needed: int, most: int) -> int:
+    """Slots of a table that needs more, and may have `most`: an eighth beyond what it needs, as batches of one size want
+    about as many rows and one of them that wants most should not copy the table again.
+    """
+    return min(needed + needed // 8, most)
+
+
 @dataclass(frozen=True)
 class Span:
     """A table of a cache: its rows and slots among those of all tables."""
