@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +32,8 @@ from .turns import Turns
 if TYPE_CHECKING:
     from ..tables.table_group import TableGroup
 
+# batches in a row that nearly all miss before a warning
+_COLD_BATCHES = 100
 # rows that are copied at once where all of a table are: a few copies of them are in memory at a time
 _CHUNK_BYTES = 16 * 2**20
 
@@ -124,6 +128,8 @@ class CachedRows:
         self._resolved = 0
         # what that was at the last prefetch without room
         self._stalled = -1
+        # of each table the batches in a row that nearly all missed, and whether that was said
+        self._cold, self._warned = [0] * len(specs), [False] * len(specs)
 
     def attach(self, group: TableGroup) -> None:
         """As `RowStore.attach`."""
@@ -300,6 +306,19 @@ class CachedRows:
             counts.hits += hits
             counts.fresh += fresh
             counts.saves += saves
+            # until slots are full every row that comes first is a miss
+            if 10 * hits >= hits + missing or counts.misses <= self.residency.tables[t].slots:
+                self._cold[t] = 0 if missing or hits else self._cold[t]
+                continue
+            self._cold[t] += 1
+            if self._cold[t] == _COLD_BATCHES and not self._warned[t]:
+                self._warned[t] = True
+                warnings.warn(
+                    f"table {self.residency.tables[t].name!r}: of the rows that a batch wants less than 10 % were in"
+                    f" its {self.residency.tables[t].slots} slots, for {_COLD_BATCHES} batches in a row: a cache costs"
+                    " more than it saves here. More slots would help (Tier(slots=...)), or no tier",
+                    stacklevel=2,
+                )
 
     def ready(self, lease: CacheLease) -> None:
         """As `LookaheadStore.ready`.
@@ -552,4 +571,4 @@ def _abandon(store: weakref.ref[CachedRows], number: int, lease: Lease) -> None:
     """Give back what a lookup held whose backward never came: a step that failed, or none that trains."""
     cached = store()
     if cached is not None:
-        cached._release(number, lease, changed=False)
+        cached._turns.soon(partial(cached._release, number, lease, changed=False))

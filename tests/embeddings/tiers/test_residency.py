@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from shardwise.embeddings.tiers.policies import AgedLfu, Policy, lfu, lru, policy_named
 from shardwise.embeddings.tiers.residency import Announced, Lease, Residency, Span, TooFewSlots
+from shardwise.embeddings.tiers.turns import Turns
 from shardwise.kernels import Feature, pack_features
 from shardwise.kernels.rows import lowest as lowest_module, residency as steps
 from shardwise.kernels.rows.residency import Lookups
@@ -395,3 +397,18 @@ def test_policies_have_names() -> None:
     assert policy_named(lru) is lru
     with pytest.raises(ValueError, match="unknown cache policy 'mru': expected aged_lfu, lru, lfu or a function"):
         policy_named("mru")
+
+
+def test_what_ends_in_the_middle_of_a_turn_waits_for_its_end() -> None:
+    """A lease that the collector found inside of a decision would have let its slots go there, in any thread."""
+    turns, done = Turns(torch.device("cpu")), list[str]()
+    with turns.turn():
+        with turns.turn():
+            turns.soon(lambda: done.append("same thread"))
+            other = threading.Thread(target=turns.soon, args=(lambda: done.append("other thread"),))
+            other.start()
+            other.join(10)
+        assert done == [] and not other.is_alive()
+    assert done == ["same thread", "other thread"]
+    turns.soon(lambda: done.append("at once"))
+    assert done[2:] == ["at once"]
