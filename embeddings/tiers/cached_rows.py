@@ -7,10 +7,13 @@ bits of tables that lie on the device as a whole. Which rows are where is `Resid
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,15 +26,21 @@ from .backing import Backing, HostRecords
 from .curves import TraceCurves
 from .policies import Policy, lru
 from .records import RecordLayout
-from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots
+from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots, grown_slots
 from .transfers import Transfers
 from .turns import Turns
 
 if TYPE_CHECKING:
     from ..tables.table_group import TableGroup
 
+# batches in a row that nearly all miss before a warning
+_COLD_BATCHES = 100
 # rows that are copied at once where all of a table are: a few copies of them are in memory at a time
 _CHUNK_BYTES = 16 * 2**20
+
+
+class TooManyRows(ValueError):
+    """A batch alone wants more rows of a table than may be on the device; nothing has changed."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +53,14 @@ class CacheSpec:
         below: (rows, bytes of a record) -> where its records lie.
         fresh: rows [n] of the table -> their initial values [n, dim], where rows are made when they are first needed;
             otherwise all rows are given (`CachedRows.write`).
+        share: the part of its table's rows that these are: a `Tier` counts slots of all of them.
     """
 
     slots: int
     max_slots: int
     below: Callable[[int, int], Backing]
     fresh: Callable[[Tensor], Tensor] | None = None
+    share: float = 1.0
 
 
 @dataclass
@@ -121,6 +132,8 @@ class CachedRows:
         self._stalled = -1
         # of which features and tables `_lookups` are
         self._made_of: tuple[Tensor, list[Span]] | None = None
+        # of each table the batches in a row that nearly all missed, and whether that was said
+        self._cold, self._warned = [0] * len(specs), [False] * len(specs)
 
     def attach(self, group: TableGroup) -> None:
         """As `RowStore.attach`."""
@@ -190,7 +203,7 @@ class CachedRows:
 
         Raises:
             NoFreeSlots: leases hold too many slots.
-            ValueError: the batch alone wants more rows of a table than it may have slots.
+            TooManyRows: the batch alone wants more rows of a table than it may have slots.
         """
         with self._turns.turn():
             try:
@@ -228,7 +241,7 @@ class CachedRows:
         """Give tables the slots that they need.
 
         Raises:
-            NoFreeSlots, ValueError: they may not have so many; nothing has changed.
+            NoFreeSlots, TooManyRows: they may not have so many; nothing has changed.
         """
         from ..tables.table_group import NoFreeSlots
 
@@ -243,17 +256,13 @@ class CachedRows:
                 self.counts[t].stalls += self._stalled != self._resolved
                 self._stalled = self._resolved
                 raise NoFreeSlots(f"table {shape.name!r}: {slots} slots are needed beside those of batches under way")
-            gib = slots * self.layouts[t].bytes / 2**30
-            raise ValueError(
+            gib, enough = slots * self.layouts[t].bytes / 2**30, math.ceil(slots / self.specs[t].share)
+            raise TooManyRows(
                 f"table {shape.name!r}: a batch wants {slots} distinct rows and the table may have {most} of its"
-                f" {shape.rows} rows on the device: Tier(max_slots={slots}), {gib:.3g} GiB, would do, or smaller"
+                f" {shape.rows} rows on the device: Tier(max_slots={enough}), {gib:.3g} GiB here, would do, or smaller"
                 " batches"
             )
-        # half as many again, so that it does not happen every batch
-        grown = {
-            t: min(max(slots, group.tables[t].resident * 3 // 2), self.specs[t].max_slots)
-            for t, slots in needed.items()
-        }
+        grown = {t: grown_slots(slots, self.specs[t].max_slots) for t, slots in needed.items()}
         # loads know their slots by the numbers of now, and kernels the memory of now
         self._settle()
         self._turns.synchronize()
@@ -319,6 +328,19 @@ class CachedRows:
             counts.hits += hits
             counts.fresh += fresh
             counts.saves += saves
+            # until slots are full every row that comes first is a miss
+            if 10 * hits >= hits + missing or counts.misses <= self.residency.tables[t].slots:
+                self._cold[t] = 0 if missing or hits else self._cold[t]
+                continue
+            self._cold[t] += 1
+            if self._cold[t] == _COLD_BATCHES and not self._warned[t]:
+                self._warned[t] = True
+                warnings.warn(
+                    f"table {self.residency.tables[t].name!r}: of the rows that a batch wants less than 10 % were in"
+                    f" its {self.residency.tables[t].slots} slots, for {_COLD_BATCHES} batches in a row: a cache costs"
+                    " more than it saves here. More slots would help (Tier(slots=...)), or no tier",
+                    stacklevel=2,
+                )
 
     def ready(self, lease: CacheLease) -> None:
         """As `LookaheadStore.ready`.
@@ -568,4 +590,4 @@ def _abandon(store: weakref.ref[CachedRows], number: int, lease: Lease) -> None:
     """Give back what a lookup held whose backward never came: a step that failed, or none that trains."""
     cached = store()
     if cached is not None:
-        cached._release(number, lease, changed=False)
+        cached._turns.soon(partial(cached._release, number, lease, changed=False))

@@ -42,6 +42,13 @@ class TooFewSlots(RuntimeError):
         self.needed = needed
 
 
+def grown_slots(needed: int, most: int) -> int:
+    """Slots of a table that needs more, and may have `most`: an eighth beyond what it needs, as batches of one size want
+    about as many rows and one of them that wants most should not copy the table again.
+    """
+    return min(needed + needed // 8, most)
+
+
 @dataclass(frozen=True)
 class Span:
     """A table of a cache: its rows and slots among those of all tables."""
@@ -152,11 +159,11 @@ class Residency:
         self._stored = torch.zeros(slots, dtype=torch.bool, device=self.device)
         self._score = torch.zeros(slots, dtype=torch.int64, device=self.device)
         self._key = torch.zeros(slots, dtype=torch.int32, device=self.device)
-        self._bind()
 
-    def _bind(self) -> None:
-        """Have what is done in loops be done to these tensors."""
-        self._state = SlotTables(
+    @property
+    def _state(self) -> SlotTables:
+        # made for each batch: tensors are other ones once slots grew or the device changed
+        return SlotTables(
             self.slot_of, self.row_of, self.held, self.dirty, self._stored, self._score, self._key, self._row_borders,
             self._slot_borders,
         )  # fmt: skip
@@ -232,7 +239,6 @@ class Residency:
         Raises:
             TooFewSlots: leases hold too many slots of a table.
         """
-        self._take_turn(announced)
         return self._hold(steps.find_rows(self._state, rows), announced)
 
     def want_ids(
@@ -242,26 +248,23 @@ class Residency:
 
         -1 is the slot of what lies in no table.
         """
-        self._take_turn(announced)
         found, places = steps.find_ids(self._state, ids, offsets, lookups, self._scratch)
         lease = self._hold(found, announced)
         if found.missing.shape[0]:
             places = steps.place(self._state, found, places, offsets, lookups)
         return places, lease
 
-    def _take_turn(self, announced: Announced | None) -> None:
-        """Have the window be that of a batch that comes now."""
-        if announced is not None and announced.is_pending and announced is not self._window.batches[0]:
+    def _hold(self, found: Found, announced: Announced | None) -> Lease:
+        window = self._window
+        if announced is not None and announced.is_pending and announced is not window.batches[0]:
             # those before it have not come, and may: to the window this is a batch that nobody announced
             self.withdraw(announced)
         self._forget_withdrawn()
-
-    def _hold(self, found: Found, announced: Announced | None) -> Lease:
         moves, counts = self._make_room(found)
         hits = found.hits
         slots = torch.cat([hits, moves.slots]) if moves.slots.shape[0] else hits.clone()
         self.batch += 1
-        window, comes = self._window, announced is not None and announced.is_pending
+        comes = announced is not None and announced.is_pending
         scoring, most = scoring_of(self.policy, self.batch, self._base)
         given = None
         if not scoring.kind or self._state.loops is None:
@@ -374,7 +377,6 @@ class Residency:
         other._next = torch.full((1,), _NONE, dtype=torch.int32, device=self.device)
         other._key = torch.where(self.row_of >= 0, steps.key_of(self._score, self._base), 0)
         other._scratch = Scratch()
-        other._bind()
         return other
 
     def follow(self, device: torch.device) -> None:
@@ -383,7 +385,6 @@ class Residency:
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
         self.device = device
-        self._bind()
 
     def resident(self, table: int) -> tuple[Tensor, Tensor]:
         """Rows [n] of a table that have slots, ascending, and these; both counted within the table."""

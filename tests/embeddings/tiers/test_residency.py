@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from shardwise.embeddings.tiers.policies import AgedLfu, Policy, lfu, lru, policy_named
 from shardwise.embeddings.tiers.residency import Announced, Lease, Residency, Span, TooFewSlots
+from shardwise.embeddings.tiers.turns import Turns
 from shardwise.kernels import Feature, pack_features
 from shardwise.kernels.rows import lowest as lowest_module, residency as steps
 from shardwise.kernels.rows.residency import Lookups
@@ -304,6 +306,23 @@ def test_scores_never_overflow(first_batch: int, policy: tuple[Policy, Callable[
         History(seed, policy, first_batch, jump=5_000).run()
 
 
+@pytest.mark.parametrize("by_ids", [False, True])
+def test_a_row_of_a_withdrawn_batch_has_the_next_use_of_one_that_is_announced_after_it(by_ids: bool) -> None:
+    """What was announced after a withdrawal was noted behind the place of the batch that was gone."""
+    residency = Residency([Span("t", 0, 4, 0, 2)], lru)
+    lookups = Lookups(pack_features([Feature(0, 4, 1, 0)], torch.device("cpu")), *torch.zeros(2, 1, dtype=torch.int64))
+    for row in (0, 1):
+        residency.release(residency.want(torch.tensor([row])), changed=True)
+    residency.announce(torch.tensor([2]))
+    residency.withdraw(residency.announce(torch.tensor([0])))
+    if by_ids:
+        residency.announce_ids(torch.tensor([0]), torch.tensor([0, 1]), lookups)
+    else:
+        residency.announce(torch.tensor([0]))
+    # row 0 was used first, but is needed
+    assert residency.want(torch.tensor([3])).moves.saves.tolist() == [1]
+
+
 def trace(seed: int, rows: int, batches: int, *, skewed: bool) -> list[list[int]]:
     rng = random.Random(seed)
     weights = [1 / (n + 1) if skewed else 1.0 for n in range(rows)]
@@ -378,3 +397,18 @@ def test_policies_have_names() -> None:
     assert policy_named(lru) is lru
     with pytest.raises(ValueError, match="unknown cache policy 'mru': expected aged_lfu, lru, lfu or a function"):
         policy_named("mru")
+
+
+def test_what_ends_in_the_middle_of_a_turn_waits_for_its_end() -> None:
+    """A lease that the collector found inside of a decision would have let its slots go there, in any thread."""
+    turns, done = Turns(torch.device("cpu")), list[str]()
+    with turns.turn():
+        with turns.turn():
+            turns.soon(lambda: done.append("same thread"))
+            other = threading.Thread(target=turns.soon, args=(lambda: done.append("other thread"),))
+            other.start()
+            other.join(10)
+        assert done == [] and not other.is_alive()
+    assert done == ["same thread", "other thread"]
+    turns.soon(lambda: done.append("at once"))
+    assert done[2:] == ["at once"]
