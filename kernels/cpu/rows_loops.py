@@ -172,7 +172,7 @@ def _last_key(near: Any, m: int, rest: int, bin: Any) -> Any:
             if near[i] >> (shift + 11) == prefix:
                 bin[np.uint64((near[i] >> shift) & (_BINS - 1))] += 1
         here = 0
-        while bin[here] < rest:
+        while here < _BINS - 1 and bin[here] < rest:
             rest -= bin[here]
             here += 1
         prefix = (prefix << 11) | here
