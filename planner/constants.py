@@ -5,6 +5,8 @@ Bandwidths are bytes per millisecond, where a GB is 1024**3 bytes, so that bytes
 
 from __future__ import annotations
 
+from .layout import TIERED_KERNELS
+
 _KIB, _GIB = 1024, 1024**3
 
 MAX_SIZE: int = (1 << 63) - 1
@@ -67,10 +69,7 @@ def kernel_bw_lookup(
     """
     if compute_device in ("cpu", "mtia"):
         memory = ddr_mem_bw if compute_device == "cpu" else hbm_mem_bw
-        # TorchRec has rows below the device on a GPU alone: those of a CPU lie in the same memory, or in a file
-        below = {"fused_uvm": memory, "fused_uvm_caching": memory, "key_value": ssd_mem_bw}
-        known = {"dense": 0.5 * memory, "fused": memory, "quant": memory}
-        return (known | below if compute_device == "cpu" else known).get(compute_kernel)
+        return {"dense": 0.5 * memory, "fused": memory, "quant": memory}.get(compute_kernel)
     if compute_device != "cuda":
         return None
     ratio = UVM_CACHING_RATIO if caching_ratio is None else caching_ratio
@@ -90,3 +89,11 @@ def kernel_bw_lookup(
         "dram_virtual_table": hbm_to_ddr_mem_bw,
         "dram_ssd_virtual_table": hbm_to_ddr_mem_bw,
     }.get(compute_kernel)
+
+
+def tier_bw_lookup(compute_device: str, compute_kernel: str, ddr_mem_bw: float, ssd_mem_bw: float) -> float | None:
+    """Bytes per millisecond at which a CPU reads rows of a kernel that TorchRec has on a GPU alone; else None."""
+    if compute_device != "cpu" or compute_kernel not in TIERED_KERNELS:
+        return None
+    # below its device are the same memory, or files
+    return ssd_mem_bw if compute_kernel == "key_value" else ddr_mem_bw

@@ -51,7 +51,8 @@ class HostRecords:
     With `pinned`, which needs CUDA, a GPU reads and writes them in place.
 
     Raises:
-        MemoryError: there is less memory than [rows, record_bytes].
+        ValueError: no rows or no bytes, or `pinned` without CUDA.
+        MemoryError: there is less memory than [rows, record_bytes], or CUDA does not pin so much.
     """
 
     def __init__(self, rows: int, record_bytes: int, *, pinned: bool = False) -> None:
@@ -82,10 +83,33 @@ class HostRecords:
         self._records[: before.shape[0]] = before
         release()
 
+    def pin(self) -> None:
+        """Have a GPU read and write them in place from now on.
+
+        Raises:
+            RuntimeError: CUDA does not lock so much memory, or there is none.
+        """
+        if not self.pinned:
+            self.pinned = True
+            self._release = weakref.finalize(self, _unpin, _pin(self._records))
+
     def close(self) -> None:
         """As `Backing` says."""
         self._records = torch.empty((0, self._records.shape[1]), dtype=torch.uint8, device="cpu")
         self._release()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> HostRecords:
+        copied = HostRecords(*self._records.shape, pinned=self.pinned)
+        copied._records.copy_(self._records)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"pinned": self.pinned, "records": self._records}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.pinned = state["pinned"]
+        self._records, self._release = self._take(*state["records"].shape)
+        self._records.copy_(state["records"])
 
     def _take(self, rows: int, record_bytes: int) -> tuple[Tensor, Callable[[], object]]:
         shape = (rows, record_bytes)
@@ -113,9 +137,13 @@ def _pin(records: Tensor) -> int:
     """Lock the pages where a GPU finds them. torch's own allocator rounds up to a power of 2: 9 GiB would take 16.
 
     Raises:
-        RuntimeError: CUDA does not lock so much, or there is none.
+        ValueError: there is no CUDA. MemoryError: it does not lock so much.
     """
-    torch.cuda.check_error(int(_runtime().cudaHostRegister(records.data_ptr(), records.numel(), 0)))
+    if not torch.cuda.is_available():
+        raise ValueError("pinned records are for CUDA, and there is none here: pinned=False")
+    status = int(_runtime().cudaHostRegister(records.data_ptr(), records.numel(), 0))
+    if status:
+        raise MemoryError(f"records of {records.numel():,} bytes: CUDA cannot pin so much (error {status})")
     return records.data_ptr()
 
 

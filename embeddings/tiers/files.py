@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from .scratch import ScratchFile
 # rows whose reads are under way while those before them are copied: as many as a disk has any use for
 _AHEAD = 1024
 _PAGE = 1 << 12
+# that a copy of a file moves at once
+_COPIED_BYTES = 1 << 24
 
 
 class FileRecords:
@@ -60,10 +62,11 @@ class FileRecords:
             OSError: the disk fails, or the file is shorter than it was; names table, folder and way out.
         """
         require_rows(rows, out, self._shape)
+        file = self._file.fileno()
         if self._memory is not None:
             take_rows(self._memory, rows, out)
         else:
-            self._move(rows, out, read_file_rows, self._read_run, ask=True)
+            self._move(file, rows, out, read_file_rows, self._read_run, ask=True)
 
     def write(self, rows: Tensor, records: Tensor) -> None:
         """As `Backing` says.
@@ -72,11 +75,12 @@ class FileRecords:
             OSError: the disk is full or fails; names table, folder and way out. Some of the rows may be written.
         """
         require_rows(rows, records, self._shape)
+        file = self._file.fileno()
         if self._memory is not None:
             put_rows(self._memory, rows, records)
         else:
             # the system reads pages that it writes in part
-            self._move(rows, records, write_file_rows, self._write_run, ask=self._shape[1] % _PAGE != 0)
+            self._move(file, rows, records, write_file_rows, self._write_run, ask=self._shape[1] % _PAGE != 0)
 
     def grow(self, rows: int) -> None:
         """As `Backing` says.
@@ -88,6 +92,25 @@ class FileRecords:
         self._file.grow(rows * self._shape[1])
         self._shape = (rows, self._shape[1])
         self._memory = self._map() if self._mapped else None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> FileRecords:
+        """The same records in a file of its own, in the same folder."""
+        copied = FileRecords(
+            *self._shape, self._file.folder, name=self._file.name, how="mmap" if self._mapped else "pread"
+        )
+        step = max(1, _COPIED_BYTES // self._shape[1])
+        for begin in range(0, self._shape[0], step):
+            rows = torch.arange(begin, min(begin + step, self._shape[0]), device="cpu")
+            records = torch.empty((rows.numel(), self._shape[1]), dtype=torch.uint8, device="cpu")
+            self.read(rows, records)
+            copied.write(rows, records)
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"table {self._file.name!r}: its rows are in a scratch file, which is of this process alone and cannot be"
+            " pickled: save a checkpoint, or copy the model with copy.deepcopy"
+        )
 
     def close(self) -> None:
         """As `Backing` says."""
@@ -106,6 +129,7 @@ class FileRecords:
 
     def _move(
         self,
+        file: int,
         rows: Tensor,
         records: Tensor,
         move: Callable[[int, Tensor, Tensor], int | None],
@@ -114,7 +138,7 @@ class FileRecords:
         ask: bool,
     ) -> None:
         """Move rows by the compiled loop `move`, and what it leaves by calls of our own, which say what is wrong."""
-        file, n, step = self._file.fileno(), rows.numel(), self._shape[1]
+        n, step = rows.numel(), self._shape[1]
         windows = [(begin, min(n, begin + _AHEAD)) for begin in range(0, n, _AHEAD)]
         for i, (begin, end) in enumerate(windows):
             if ask:

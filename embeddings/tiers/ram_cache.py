@@ -77,7 +77,7 @@ class RamOverFile:
         rows, order = self._row_of[self._dirty].sort()
         places = torch.nonzero(self._dirty)[:, 0][order]
         most = max(1, _PIECE // self._shape[1])
-        for some_rows, some in zip(rows.split(most), places.split(most), strict=True):
+        for some_rows, some in zip(torch.split(rows, most), torch.split(places, most), strict=True):
             self._below.write(some_rows, self._taken(some))
             self._dirty[some] = False
             self.saves += some.numel()

@@ -19,9 +19,8 @@ import warnings
 import weakref
 from contextlib import suppress
 from functools import cache
-from io import FileIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 if sys.platform == "win32":
     import msvcrt
@@ -62,7 +61,7 @@ class ScratchFile:
         lock = _take_lock(self.folder, name)
         try:
             # has no name, or goes when it is closed: a process that is killed leaves nothing
-            self._file = _nameless(self.folder)
+            self._file = tempfile.TemporaryFile(dir=self.folder, prefix="shardwise-", buffering=0)  # noqa: SIM115
             # before anything can fail: who drops this object gives both back
             self._release = weakref.finalize(self, _release, self._file, lock, os.getpid())
         except OSError as error:
@@ -149,13 +148,7 @@ class ScratchFile:
             self.fail(error, f"a scratch file of {_gib(nbytes)} cannot be made")
 
 
-def _nameless(folder: Path) -> FileIO:
-    file: Any = tempfile.TemporaryFile(dir=folder, prefix="shardwise-", buffering=0)  # noqa: SIM115
-    # on Windows the file is inside another object
-    return file if isinstance(file, FileIO) else file.file
-
-
-def _release(file: FileIO, lock: Path | None, process: int) -> None:
+def _release(file: IO[bytes], lock: Path | None, process: int) -> None:
     # a forked process has neither
     if os.getpid() == process:
         file.close()

@@ -87,14 +87,14 @@ def _nearest(x: float, dtype: torch.dtype, *, up: bool, beyond: bool = False) ->
 
 @cache
 def normal_table() -> Tensor:
-    """Where the normal distribution's upper tail is f * 2 ** -33, for f = (1 + s / 64) * 2 ** octave: [2049] int32.
+    """Where the normal distribution's upper tail is f * 2 ** -33, for f = (1 + s / 64) * 2 ** octave: [2050] int32.
 
-    The last one is that of 1/2. A value is at least 1e-12 from where rounding changes, a thousand times the error of
+    The last two are that of 1/2. A value is at least 1e-12 from where rounding changes, a thousand times the error of
     `inv_cdf`: every machine has the same integers.
     """
     segments = 1 << SEGMENT_BITS
     tails = [2.0 ** (octave - 33) * (1 + s / segments) for octave in range(OCTAVES) for s in range(segments)]
-    values = [round(-NormalDist().inv_cdf(tail) / UNIT) for tail in [*tails, 0.5]]
+    values = [round(-NormalDist().inv_cdf(tail) / UNIT) for tail in [*tails, 0.5, 0.5]]
     return torch.tensor(values, dtype=torch.int32, device="cpu")
 
 
@@ -129,7 +129,7 @@ def _normal(random: Tensor) -> Tensor:
     table = _table_on(random.device)
     bits = ((random & 0x7FFFFFFF) * 2 + 1).float().view(torch.int32).long() - ONE
     place, rest = bits >> REST_BITS, bits & ((1 << REST_BITS) - 1)
-    here, following = table[place].long(), table[(place + 1).clamp(max=table.shape[0] - 1)].long()
+    here, following = table[place].long(), table[place + 1].long()
     value = here + ((following - here) * rest >> REST_BITS)
     return torch.where(random >> 31 == 1, -value, value).float() * UNIT
 
@@ -159,7 +159,6 @@ def _initial_rows_kernel(  # type: ignore[no-untyped-def]
     most,
     NORMAL: tl.constexpr,
     REST: tl.constexpr,
-    LAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -175,7 +174,7 @@ def _initial_rows_kernel(  # type: ignore[no-untyped-def]
         bits = ((random & 0x7FFFFFFF) * 2 + 1).to(tl.float32).to(tl.int32, bitcast=True) - 0x3F800000
         place = bits >> REST
         here = tl.load(table + place)
-        following = tl.load(table + tl.minimum(place + 1, LAST))
+        following = tl.load(table + place + 1)
         between = (following - here).to(tl.int64) * (bits & ((1 << REST) - 1)) >> REST
         x = here + between.to(tl.int32)
         number = tl.where((random >> 31) > 0, -x, x).to(tl.float32) * 3.725290298461914e-09
@@ -246,7 +245,7 @@ def _initial_rows(
             grid = (triton.cdiv(rows.shape[0], block_n), triton.cdiv(columns, block_d))
             _initial_rows_kernel[grid](
                 rows, seed, table, out, rows.shape[0], columns, first_column, *scale, kind == "normal", REST_BITS,
-                table.shape[0] - 1, block_n, block_d, num_warps=warps, enable_fp_fusion=False,
+                block_n, block_d, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
         return out
     if kind != "constant" and rows.is_cpu and (compiled := loops()) is not None:

@@ -1,10 +1,11 @@
 """The slots of lowest keys of each table that nobody holds: those whose rows go when others come.
 
 Shapes: keys, held [S] int32, borders [T+1], counts [T] int64; returns [capacity] int64.
-Bytes moved: keys and held, 8 a slot, once for each of a key's digits and twice to pick: 48 on a GPU, 16 to 32 on a CPU.
+Bytes moved: keys and held, 8 a slot, once for each of a key's digits and twice to pick: 48 on a GPU, 8 to 16 on a CPU.
 
-A radix selection. Each pass counts a digit of the keys that equal, in all digits before, the last key that is picked,
-and so finds that key's next digit. Then slots of lower keys, and the first ones of that key, are written in order.
+A radix selection: of all keys on a GPU, on a CPU of those that a sample says are about as low as wanted. Each pass
+counts a digit of the keys that equal, in all digits before, the last key that is picked, and so finds that key's next
+digit. Then slots of lower keys, and the first ones of that key, are written in order.
 On a GPU digits have 8 bits: 256 counts fit a program's registers, which adds them to the table's once. Of 16 bits, all
 of a batch would be added one after another at one address, because high digits of ages and counts are alike.
 """
@@ -22,11 +23,12 @@ from .._op import INTERPRETED, direct, next_power_of_2, register, runs_kernel, t
 
 # the CPU's compiled loops; None where numba is missing or does not work
 loops = partial(numba_loops.loops, "rows_loops")
-# values of a digit of a key, of 16 bits, which the loop counts
-_BINS = 1 << 16
-# on a GPU: slots of a program, all of one table, and of a tile; values of a digit, digits of a key; chunks summed at once
+# numbers that the loop keeps beside a key and a number of each slot, twice so many
+_ROOM = 4096
+# on a GPU: slots of a program, all of one table, and of a tile
 _CHUNK, _BLOCK = (64, 64) if INTERPRETED else (8192, 1024)
-_VALUES, _DIGITS, _CHUNKS = 256, 4, 256
+# values of a digit, digits of a key, chunks that are added up at once, one for each thread
+_VALUES, _DIGITS, _CHUNKS = 256, 4, 128
 
 
 def lowest_ref(keys: Tensor, held: Tensor, borders: Tensor, counts: Tensor, capacity: int) -> Tensor:
@@ -84,7 +86,7 @@ def _free_keys(keys, held, s, end):  # type: ignore[no-untyped-def]
     return tl.load(keys + s, mask=live, other=0), free
 
 
-@triton.jit(do_not_specialize=["T", "S"])
+@triton.jit(do_not_specialize=["T", "S"], do_not_specialize_on_alignment=["borders", "counts"])
 def _count_digits_kernel(  # type: ignore[no-untyped-def]
     keys,
     held,
@@ -118,7 +120,7 @@ def _count_digits_kernel(  # type: ignore[no-untyped-def]
             tl.atomic_add(bins + (DIGIT * T + table) * VALUES + value, total, mask=total > 0)
 
 
-@triton.jit(do_not_specialize=["T", "S", "chunks"])
+@triton.jit(do_not_specialize=["T", "S", "chunks"], do_not_specialize_on_alignment=["borders", "counts"])
 def _count_picked_kernel(  # type: ignore[no-untyped-def]
     keys,
     held,
@@ -149,7 +151,7 @@ def _count_picked_kernel(  # type: ignore[no-untyped-def]
         tl.store(tallies + chunks + tl.program_id(0), tl.sum(equal, 0))
 
 
-@triton.jit(do_not_specialize=["T", "S", "chunks", "capacity"])
+@triton.jit(do_not_specialize=["T", "S", "chunks", "capacity"], do_not_specialize_on_alignment=["borders", "counts"])
 def _pick_kernel(  # type: ignore[no-untyped-def]
     keys,
     held,
@@ -260,11 +262,12 @@ def _lowest(keys: Tensor, held: Tensor, borders: Tensor, counts: Tensor, capacit
         _check_values(keys.shape[0], borders, counts, capacity)
         if (compiled := loops()) is not None:
             out = torch.empty(capacity, dtype=torch.int64, device="cpu")
-            bins = torch.empty(_BINS, dtype=torch.int64, device="cpu")
+            # of which the loop touches what it needs
+            room = torch.empty(2 * (keys.shape[0] + _ROOM), dtype=torch.int32, device="cpu")
             keys, held, borders, counts = (x.contiguous() for x in (keys, held, borders, counts))
             compiled.lowest(
                 keys.data_ptr(), held.data_ptr(), borders.data_ptr(), counts.data_ptr(), counts.shape[0],
-                bins.data_ptr(), out.data_ptr(), capacity,
+                room.data_ptr(), keys.shape[0], out.data_ptr(), capacity,
             )  # fmt: skip
             return out
     return lowest_ref(keys, held, borders, counts, capacity)

@@ -1,4 +1,4 @@
-"""Cases for the compiler: launches of the ops that FBGEMM's names ask for; cases.py reads `MODULES` and `launches`."""
+"""Cases for the compiler: launches of the ops that FBGEMM's names ask for, and of rows; cases.py reads these."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ...kernels import hashes, pieces
 from ...kernels.jagged import requests
 from ...kernels.lookup import bound_ids, pruned
 from ...kernels.quantized import fp8_rows, fused_rows, small_floats
+from ...kernels.rows import initial_rows, lowest, move_rows
+from ..selftest.rows_checks import ROWS
 from ..selftest.served_checks import SERVED, Served
 
 # kernel files whose launches are noted
@@ -18,6 +20,9 @@ MODULES: tuple[ModuleType, ...] = (
     fp8_rows,
     fused_rows,
     hashes,
+    initial_rows,
+    lowest,
+    move_rows,
     pieces,
     pruned,
     requests,
@@ -29,8 +34,8 @@ Launch = tuple[Callable[[], object], str, str]
 
 
 def launches() -> Iterator[Launch]:
-    """Every call of the self-test's table."""
-    for each in SERVED:
+    """Every call of the self-test's tables."""
+    for each in (*SERVED, *ROWS):
         yield partial(_run, each), each.words.replace(",", ""), ""
 
 

@@ -2,8 +2,8 @@
 
 Nothing spills. Rows move by as many bytes at a time as their alignment and the tile allow, 16 at most. A lookup waits
 at no barrier, or at one after its loop where its output cannot be stored as its rows are held. Only the checks have
-atomics, integer minima, which have no order, beside what sm_100's compiler adds to products of matrices. A row's
-columns are added in an order that the row alone decides.
+atomics, integer minima, which have no order, beside what sm_100's compiler adds to products of matrices, and counts of
+keys have sums of integers. A row's columns are added in an order that the row alone decides.
 
 On NVIDIA's also: a lookup asks for all rows of an iteration before it adds the first, and waits for little more than
 the ids and the rows; an update of a run of up to four ids waits for memory a few times in turn; and what is read or
@@ -60,6 +60,8 @@ LOOKUPS = ("pooled_lookup", "gather")
 DEALING = {"quantized_pooled_lookup": 7, "gather_values": 7}
 CHECKS = ("check_ids", "check_gradient")
 PRODUCTS = ("dense_bmm", "jagged_bmm")
+# kernels that add up integers, in shared memory and then in a table's
+COUNTS = ("count_digits",)
 # start of a case's name -> latencies that an iteration waits at most, of ids and then of rows; the first that fits
 WAITS = {
     # of four gathers one comes after the first sum, behind the arithmetic of hundreds of instructions
@@ -95,6 +97,8 @@ REGISTERS = {
     # a row twice, or hashes in 64 bits; six programs of four warps are on a multiprocessor then
     r"share_exponents |to_fp8_parts |to_fused_rows |from_fused_rows |from_fused_tables ": 96,
     r"hashed_rows |identity_slots ": 96,
+    # of rows of odd widths four columns of eight rows, both ways; counts of a row's place
+    r"move_rows |pick ": 128,
     # NVIDIA's compiler keeps to 80, of int2 to 104
     r"quantized_pooled_lookup .* (fp8|int2)( |$)": 112,
     r"quantized_pooled_lookup ": 80,
@@ -144,6 +148,8 @@ def promised(case: Case, target: str) -> Bounds:
     barriers = _barriers(case, target) if case.kernel_name in LOOKUPS else DEALING.get(case.kernel_name)
     # minima of the checks; and what the compiler keeps books with in shared memory where sm_100 multiplies matrices
     known = "min" if case.kernel_name in CHECKS else r"^ATOMS\.(OR|AND)" if case.kernel_name in PRODUCTS else "$^"
+    if case.kernel_name in COUNTS:
+        known = r"^(ATOMS|ATOMG\.E|RED\.E)\.ADD(\.STRONG\.GPU)?$|^(buffer|ds|global)_(atomic_)?add(_u32)?$"
     moves = tuple(promised_moves(case, target))
     bounds = Bounds(_registers(case), barriers, known, moves, SHARED_BYTES[target])
     if TARGETS[target][0] != "cuda":

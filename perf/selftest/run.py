@@ -26,7 +26,7 @@ import torch
 from shardwise.kernels import _op, numba_loops
 
 from ..suite.libraries import without_numba
-from . import jagged_checks, lookups, served_checks
+from . import jagged_checks, lookups, rows_checks, served_checks
 from .agreement import compare
 from .check import Check
 
@@ -89,7 +89,7 @@ def all_checks() -> list[Check]:
     """Every check: the first of each family, then their second ones, so that no family is left out for time alone."""
     turns: dict[str, int] = {}
     placed: list[tuple[int, Check]] = []
-    for check in chain(lookups.checks(), jagged_checks.checks(), served_checks.checks()):
+    for check in chain(lookups.checks(), jagged_checks.checks(), served_checks.checks(), rows_checks.checks()):
         turn = turns[check.family] = turns.get(check.family, -1) + 1
         placed.append((turn, check))
     return [check for _, check in sorted(placed, key=lambda pair: pair[0])]

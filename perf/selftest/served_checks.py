@@ -30,7 +30,7 @@ ROWS = sum(LENGTHS)
 class Served:
     """A call of an op (`torch.ops.shardwise`), its reference, and the kernels that it launches ("pieces.take").
 
-    `writes` is the input that the op changes, compared with its result.
+    `writes` are the inputs that the op changes, tensors or lists of them, compared beside its result if there is one.
     """
 
     op: str
@@ -38,7 +38,7 @@ class Served:
     reference: Callable[..., Any]
     inputs: Callable[..., Sequence[Any]]
     kernels: str
-    writes: int | None = None
+    writes: tuple[int, ...] = ()
 
     def call(self, *given: Any) -> Any:
         """The op's result, and what it wrote."""
@@ -49,7 +49,10 @@ class Served:
         return self._with_written(self.reference(*given), given)
 
     def _with_written(self, result: Any, given: Sequence[Any]) -> Any:
-        return result if self.writes is None else (result, given[self.writes])
+        if not self.writes:
+            return result
+        changed = [each for i in self.writes for each in (given[i] if isinstance(given[i], list) else [given[i]])]
+        return (*([] if result is None else [result]), *changed)
 
 
 def few_numbers(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32, broken: bool = True) -> Tensor:
@@ -316,7 +319,7 @@ def _ids() -> Iterator[Served]:
                     torch.tensor([5, -1, 9, 30, -2, 0, 4, 2**31 - 1, 3, 10], dtype=dtype), torch.tensor([9, 0, 4]),
                     torch.tensor([1, 6, 6, 10], dtype=dtype), correct,
                 ],
-                "lookup.bound_ids.bound_ids", writes=0,
+                "lookup.bound_ids.bound_ids", writes=(0,),
             )  # fmt: skip
     for narrow, local, reserved, fallback in ((False, False, 0, True), (True, True, 2, True), (False, True, 0, False)):
         words = "int32 slots" * narrow + " slots of their own" * local + " without a fallback" * (not fallback)

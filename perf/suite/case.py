@@ -84,7 +84,7 @@ class Case:
 
     Attributes:
         name: unique, the op, then its workload and what is special: "pooled_lookup, fbgemm default".
-        group: what it belongs to in the report: "lookup", "update", "quantized", "jagged", "keyed", "module",
+        group: what it belongs to in the report: "lookup", "update", "rows", "quantized", "jagged", "keyed", "module",
             "sharded", "planner", "package", "operations".
         make: sets it up.
         suites: which of SUITES it belongs to.

@@ -25,14 +25,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from ..search.problem import Floats
-from ..tables import Skew, Table
-from .shardwise import STATES, _blocks, _seen
+from ..tables import STATES, Skew, Table
+from .draws import blocks, seen
 
 # bytes beside a row on the device (which row it is, leases, score, key), and of each row of the table (its slot)
 SLOT_BYTES, ROW_BYTES = 26, 4
@@ -73,7 +74,8 @@ class MissCurve:
     ) -> MissCurve:
         """The largest convex curve below these points, at those of them that it goes through."""
         kept = _hull(slots, misses)
-        return cls(*(tuple(float(v[k]) for k in kept) for v in (slots, misses, saves)), float(wanted), source)
+        of_slots, of_misses, of_saves = (tuple(float(v[k]) for k in kept) for v in (slots, misses, saves))
+        return cls(of_slots, of_misses, of_saves, float(wanted), source)
 
     @classmethod
     def of_statistics(cls, statistics: Any, rows: int, points: int = 129) -> MissCurve:
@@ -89,21 +91,24 @@ class MissCurve:
             factors = np.unique(np.concatenate([factors, steps[(steps > least) & (steps < 1)]]))
         misses = np.minimum.accumulate([wanted * float(statistics.expected_miss_rate(float(f))) for f in factors])
         misses[-1] = 0.0
-        return cls.of_points(factors * rows, misses, misses, wanted, "cache statistics")
+        of_each = misses.tolist()
+        return cls.of_points((factors * rows).tolist(), of_each, of_each, wanted, "cache statistics")
 
     @classmethod
     def of_skew(cls, rows: int, ids: float, skew: Skew, points: int = 97) -> MissCurve:
         """LRU's by Che's approximation, of a table whose steps bring `ids` ids drawn by `skew`."""
         counts, mass = (
-            (np.array([float(rows)]), np.array([1.0])) if skew.alpha == 0 else _blocks(rows, skew)
+            (np.array([float(rows)]), np.array([1.0])) if skew.alpha == 0 else blocks(rows, skew)
         )  # rows that are alike, and what all of them are drawn with
-        wanted_share = _seen(mass / counts, ids)  # of a row: the share of batches that want it
+        wanted_share = seen(mass / counts, ids)  # of a row: the share of batches that want it
         wanted = float((counts * wanted_share).sum())
         slots = np.unique(np.geomspace(min(max(wanted, 1.0), rows), rows, points))
         misses = np.array([float((counts * wanted_share * _absent(counts, wanted_share, s)).sum()) for s in slots])
         misses[-1] = 0.0
-        misses = np.minimum.accumulate(misses)
-        return cls.of_points(slots, misses, misses, wanted, "Che's approximation of ids drawn by a power law")
+        of_each = np.minimum.accumulate(misses).tolist()
+        return cls.of_points(
+            slots.tolist(), of_each, of_each, wanted, "Che's approximation of ids drawn by a power law"
+        )
 
     def misses_at(self, slots: float) -> float:
         """Rows a step that come from below."""
@@ -291,10 +296,85 @@ def of_shard(curve: MissCurve, share: float) -> MissCurve:
     )  # fmt: skip
 
 
+# batches whose rows are on the device at once, with one that is fetched ahead
+IN_FLIGHT = 2
+# sizes of a cache that a search chooses from, before it looks between them
+_SIZES = 14
+
+
+def smallest(curve: MissCurve, rows: int) -> int:
+    """The fewest slots that hold the batches in flight."""
+    return max(1, min(rows, math.ceil(IN_FLIGHT * curve.wanted)))
+
+
+@dataclass(frozen=True)
+class Caches:
+    """What is known of caches beside how ids are drawn.
+
+    Args:
+        curves: misses by name of table, of a step of all ranks.
+        statistics: TorchRec's `CacheStatistics` by name of table, "*" for all others.
+        links: how fast rows come and go.
+        slots: further sizes of caches that the search may choose, by name of table.
+    """
+
+    curves: Mapping[str, MissCurve] = field(default_factory=dict)
+    statistics: Mapping[str, Any] = field(default_factory=dict)
+    links: Links = Links()
+    slots: Mapping[str, int] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash((tuple(sorted(self.curves)), tuple(sorted(self.slots.items())), self.links))
+
+    def curve(self, table: Table, ids: float) -> MissCurve:
+        """The misses of a table whose steps bring so many ids."""
+        return curve_of(table, ids, self.curves, self.statistics.get(table.name, self.statistics.get("*")))
+
+    def sizes(self, table: Table, curve: MissCurve) -> list[int]:
+        """Numbers of slots to choose from: where the curve bends most, and those that were asked for."""
+        least = smallest(curve, table.num_embeddings)
+        most = max(least, min(table.num_embeddings, math.ceil(curve.slots[-1])))
+        inner = [s for s in curve.slots if least < s < most]
+        if len(inner) > _SIZES - 2:
+            # of as many sizes those that divide the misses best: as far apart in the logarithm of what is missed
+            missed = np.log(np.maximum([curve.misses_at(s) for s in inner], 1e-3 * max(curve.wanted, 1e-9)))
+            marks = np.linspace(missed[0], missed[-1], _SIZES - 2)
+            inner = [inner[int(np.abs(missed - mark).argmin())] for mark in marks]
+        asked = [self.slots[table.name]] if table.name in self.slots else []
+        return sorted({least, *(math.ceil(s) for s in inner), most, *(min(max(a, least), most) for a in asked)})
+
+
 def curve_of(table: Table, ids: float, curves: Mapping[str, MissCurve], statistics: Any = None) -> MissCurve:
     """The curve of a table: what is given by its name, else of its cache statistics, else by how its ids are drawn."""
     if table.name in curves:
         return curves[table.name]
     if statistics is not None:
         return MissCurve.of_statistics(statistics, table.num_embeddings)
-    return MissCurve.of_skew(table.num_embeddings, ids, table.skew)
+    return _curve_of_skew(table.num_embeddings, ids, table.skew)
+
+
+# of every way the same
+_curve_of_skew = lru_cache(maxsize=4096)(MissCurve.of_skew)
+
+
+def caches_to(caches: Caches, used: Mapping[str, MissCurve]) -> dict[str, Any]:
+    """What a plan's file says of caches, with the curves that were used."""
+    return {
+        "curves": {name: asdict(curve) for name, curve in used.items()},
+        "links": asdict(caches.links),
+        "slots": dict(caches.slots),
+    }
+
+
+def caches_from(plain: Mapping[str, Any]) -> Caches:
+    """What `caches_to` made.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is something else.
+    """
+    curves = {}
+    for name, plain_curve in plain["curves"].items():
+        slots, misses, saves = (tuple(float(n) for n in plain_curve[part]) for part in ("slots", "misses", "saves"))
+        curves[name] = MissCurve(slots, misses, saves, float(plain_curve["wanted"]), str(plain_curve["source"]))
+    sizes = {name: int(count) for name, count in plain["slots"].items()}
+    return Caches(curves, links=Links(**plain["links"]), slots=sizes)

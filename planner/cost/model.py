@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ..constants_measured import CARDS, COSTS, Constants
@@ -13,6 +14,7 @@ from ..constraints import ParameterConstraints
 from ..search.problem import Choice
 from ..tables import Table
 from ..topology import Topology
+from .cache import Caches, MissCurve, caches_from
 from .shardwise import ShardwiseCost
 from .torchrec import TorchRecCost
 from .ways import Way
@@ -46,12 +48,14 @@ def cost_model(
     *,
     constants: Constants | None = None,
     constraints: Mapping[str, ParameterConstraints] | None = None,
+    curves: Mapping[str, MissCurve] | None = None,
 ) -> CostModel:
     """The cost model of this name for these machines and samples of one rank; a model is returned as it is.
 
     Args:
         constants: for "shardwise", measured on the user's machine; by default what is known of the topology's card.
-        constraints: for "torchrec", which reads caches and output types there.
+        constraints: of "torchrec", which reads caches and output types there; "shardwise" reads cache statistics.
+        curves: for "shardwise", misses of tables' caches by name of table, of a step of all ranks.
 
     Raises:
         ValueError: there is no such name.
@@ -63,12 +67,28 @@ def cost_model(
     if cost == "torchrec":
         return TorchRecCost(topology, batch_size, constraints=constraints)
     known = constants or constants_of(topology.card)
-    return ShardwiseCost(topology, batch_size) if known is None else ShardwiseCost(topology, batch_size, known)
+    statistics = {name: stats for name, rule in (constraints or {}).items() if (stats := _statistics(rule)) is not None}
+    caches = Caches(dict(curves or {}), statistics)
+    if known is None:
+        return ShardwiseCost(topology, batch_size, caches=caches)
+    return ShardwiseCost(topology, batch_size, known, caches)
 
 
-def cost_from(name: str, topology: Topology, batch_size: int, constants: Mapping[str, Any] | None) -> CostModel:
+def _statistics(constraint: ParameterConstraints) -> Any:
+    return getattr(constraint.cache_params, "stats", None)
+
+
+def cost_from(
+    name: str,
+    topology: Topology,
+    batch_size: int,
+    constants: Mapping[str, Any] | None,
+    caches: Mapping[str, Any] | None = None,
+) -> CostModel:
     """The cost model that a plan was made with, from what its file says. Raises as `cost_model`."""
-    return cost_model(name, topology, batch_size, constants=None if constants is None else Constants(**constants))
+    known = None if constants is None else Constants(**constants)
+    model = cost_model(name, topology, batch_size, constants=known)
+    return replace(model, caches=caches_from(caches)) if caches and isinstance(model, ShardwiseCost) else model
 
 
 def constants_of(card: str | None) -> Constants | None:

@@ -31,6 +31,9 @@ that hold it, times W / S, so that the work of all ranks together is right.
 A cut table of kernel "dense" trains by its gradient: R w numbers more are filled, and read by an optimizer that reads
 and writes the rows (_STEPPED times R w at copy_gb_s, in bwd_compute), and are held.
 
+A table with rows below the device (`Tier`) has on it what cache.py says, and brings the rows that miss: prefetch, which
+is counted in full, as in a step that hides nothing.
+
 A served table (`Table.served`) is looked up by one process, which has the batch: n ids, not W n, travel to a device and
 results back to the first. Of row ranges the rows of the table travel instead, and are pooled there. No backward.
 
@@ -43,89 +46,30 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from shardwise._names import did_you_mean
 
+from ..constants import HBM_TO_DDR_MEM_BW, SSD_MEM_BW
 from ..constants_measured import CARDS, Constants
 from ..constraints import ParameterConstraints
+from ..layout import Tier
 from ..search.problem import (
     PARTS,
+    Cached,
     Choice,
     Floats,
     Ints,
 )
-from ..tables import STATES, Skew, Table, state_bytes
+from ..tables import STATES, Table, state_bytes
 from ..topology import Topology
+from .cache import ROW_BYTES, SLOT_BYTES, Caches, Links, MissCurve, record_bytes, slot_bytes, smallest
+from .draws import shares
 from .ways import Way, ways_of
-
-# How many different ids a batch has, and which share of them a range of rows gets, for ids drawn by a power law. The
-# k-th most frequent of R ids has probability p_k proportional to (k + shift)^-alpha (Zipf; `tables.Skew`). Of N
-# independent draws the expected number of different ids is sum over k of 1 - (1 - p_k)^N, each id being missed by all
-# draws with probability (1 - p_k)^N; for alpha 0 that is R (1 - (1 - 1/R)^N). The sum is taken over blocks of ids: the
-# first ones each by itself, then blocks that grow by 3 %, in which all ids count as their mean; the mass of a block is
-# the integral of the density from half an id before its first to half an id after its last.
-#
-# ids that are a block each, and how much longer each block is than the one before
-_ALONE, _GROWTH = 256, 1.03
-
-
-@lru_cache(maxsize=4096)
-def distinct_ids(rows: int, draws: float, skew: Skew) -> float:
-    """Different ids expected among `draws` of `rows`."""
-    if rows == 0 or draws <= 0:
-        return 0.0
-    if skew.alpha == 0:
-        return float(_seen(np.array([1.0 / rows]), draws)[0] * rows)
-    counts, mass = _blocks(rows, skew)
-    return float((counts * _seen(mass / counts, draws)).sum())
-
-
-@lru_cache(maxsize=4096)
-def shares(rows: int, draws: float, skew: Skew, parts: tuple[int, ...]) -> tuple[Floats, Floats]:
-    """The share of lookups that each part of the rows gets, and different ids expected in each, [parts].
-
-    Where ids are not sorted by frequency a part gets its share of the rows.
-    """
-    of_rows = np.array(parts, np.float64) / max(rows, 1)  # [parts]
-    if skew.alpha == 0 or not skew.sorted_ids:
-        return of_rows, of_rows * distinct_ids(rows, draws, skew)
-    edges = np.cumsum([0, *parts])  # [parts + 1]
-    lookups, distinct = np.zeros(len(parts)), np.zeros(len(parts))
-    counts, mass = _blocks(rows, skew, tuple(edges[1:-1].tolist()))  # [blocks], [blocks]
-    part = np.searchsorted(edges, np.cumsum(counts) - counts / 2, side="right") - 1  # [blocks]
-    np.add.at(lookups, part, mass)
-    np.add.at(distinct, part, counts * _seen(mass / counts, draws))
-    return lookups, distinct
-
-
-def _seen(probability: Floats, draws: float) -> Floats:
-    """1 - (1 - p)^N, exact for small p too."""
-    with np.errstate(divide="ignore"):
-        result: Floats = -np.expm1(draws * np.log1p(-np.minimum(probability, 1.0)))
-    return result
-
-
-@lru_cache(maxsize=4096)
-def _blocks(rows: int, skew: Skew, borders: tuple[int, ...] = ()) -> tuple[Floats, Floats]:
-    """Ids of each block and the probability of all of them together; blocks do not cross `borders`."""
-    alone = min(rows, _ALONE)
-    steps = np.ceil(alone * _GROWTH ** np.arange(1, 1 + max(0, np.log(rows / alone) / np.log(_GROWTH))))
-    edges = np.unique(np.concatenate([np.arange(alone + 1), steps[steps < rows], [rows], borders]))
-    below = edges + 0.5 + skew.shift
-    power = 1 - skew.alpha
-    area = np.diff(np.log(below)) if power == 0 else np.diff(below**power) / power
-    # where the density is steep an id alone is exact by its own formula
-    counts = np.diff(edges)
-    single = counts == 1
-    area[single] = (edges[1:][single] + skew.shift) ** -skew.alpha
-    result: tuple[Floats, Floats] = counts, area / area.sum()
-    return result
 
 
 def optimizer_named(name: str) -> str:
@@ -205,11 +149,13 @@ class ShardwiseCost:
 
     Args:
         batch_size: of one rank.
+        caches: what is known of tables with rows below the device.
     """
 
     topology: Topology
     batch_size: int
     constants: Constants = None  # type: ignore[assignment]
+    caches: Caches = Caches()
     _priced: dict[Any, Choice] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -223,8 +169,21 @@ class ShardwiseCost:
         return "shardwise"
 
     def ways(self, table: Table, constraint: ParameterConstraints | None = None) -> Sequence[Way]:
-        """The ways that the engine can do and the constraint allows, see `ways_of`."""
-        return ways_of(table, self.topology, constraint)
+        """The ways that the engine can do and the constraint allows, see `ways_of`; where the constraint has a `Tier`
+        of no slots, each with several."""
+        ways = ways_of(table, self.topology, constraint)
+        if constraint is None or constraint.tier is None or constraint.tier.slots is not None or table.served:
+            return ways
+        sizes = self.caches.sizes(table, self.curve(table))
+        return [sized for way in ways for sized in (way.sized(sizes) if way.tier is not None else [way])]
+
+    def curve(self, table: Table) -> MissCurve:
+        """The misses of a table's cache, of a step of all ranks."""
+        return self.caches.curve(table, self.topology.world_size * table.ids(self.batch_size))
+
+    def with_slots(self, slots: Mapping[str, int]) -> ShardwiseCost:
+        """The same with further sizes of caches among those that are chosen from, by table."""
+        return dataclasses.replace(self, caches=dataclasses.replace(self.caches, slots={**self.caches.slots, **slots}))
 
     def base_ms(self, tables: Sequence[Table]) -> float:
         """Every rank's time in a step for its own batch: ids checked and packed, outputs put together and split."""
@@ -241,7 +200,9 @@ class ShardwiseCost:
     def price(self, table: Table, way: Way) -> Choice:
         """Time and bytes of one way; tables that differ by their names alone share the result."""
         plain = tuple(dataclasses.replace(f, name="") for f in table.features)
-        key = dataclasses.replace(table, name="", module="", features=plain), way
+        # of caches the misses may be known by the table's name
+        name = "" if way.tier is None else table.name
+        key = dataclasses.replace(table, name=name, module="", features=plain), way
         choice = self._priced.get(key)
         if choice is None:
             choice = self._priced[key] = self._choice(table, way)
@@ -264,9 +225,60 @@ class ShardwiseCost:
         parts = np.stack([by_width[width] for width in way.widths], axis=1)  # [P, K, S]
         held = np.stack([memory[width] for width in way.widths])  # [K, S]
         none = np.zeros_like(held)
+        if way.tier is not None:
+            return self._cached(table, way, parts, held)
         on_host = self.topology.compute_device == "cpu" or way.compute_kernel.startswith("quant_uvm")
         hbm, ddr = (none, held) if on_host else (held, none)
         return Choice(way.sharding_type, way.compute_kernel, way.widths, parts, hbm, ddr, way.one_host)
+
+    def _cached(self, table: Table, way: Way, parts: Floats, held: Ints) -> Choice:
+        """A way with rows below the device: `parts` [P, K, S] and bytes [K, S] are those of all rows on it."""
+        tier, rows = way.tier, np.array(way.rows, np.int64)
+        assert tier is not None
+        curve, links = self.curve(table), self.links
+        slots = Tier.rows_of(tier.slots, table.num_embeddings) or smallest(curve, table.num_embeddings)
+        share = rows / max(1, table.num_embeddings)  # [S]
+        of_shard = np.minimum(np.ceil(slots * share), rows)
+        on_disk = tier.below == "file"
+        below = np.zeros_like(held)
+        for block, width in enumerate(way.widths):
+            record, row = record_bytes(table, width), width * table.element_bytes + state_bytes(table.optimizer, width)
+            held[block] += np.ceil(of_shard * (row + SLOT_BYTES) + rows * ROW_BYTES - rows * row).astype(np.int64)
+            kept = rows
+            if on_disk:
+                in_ram = [
+                    Tier.rows_of(tier.ram_rows, *pair) or 0 for pair in zip(way.rows, share.tolist(), strict=True)
+                ]
+                kept = np.array(in_ram, np.int64)
+            below[block] = kept * record
+            wanted, misses = curve.wanted * share, curve.misses_at(slots) * share
+            parts[PARTS.index("prefetch"), block] = [
+                links.prefetch_ms(m, w, record, on_disk=on_disk) for m, w in zip(misses, wanted, strict=True)
+            ]
+        on_host = self.topology.compute_device == "cpu"
+        hbm, ddr = (np.zeros_like(held), held + below) if on_host else (held, below)
+        cached = Cached(
+            slots, curve.wanted, curve.misses_at(slots), slot_bytes(table, table.embedding_dim), way.is_sized,
+            curve.source,
+        )  # fmt: skip
+        return Choice(way.sharding_type, way.compute_kernel, way.widths, parts, hbm, ddr, way.one_host, cached)
+
+    @property
+    def links(self) -> Links:
+        """How fast rows come and go: as the topology says, where the user said something, else as `Links` has it."""
+        links, topology = self.caches.links, self.topology
+        given = {
+            name: bandwidth * _NS
+            for name, bandwidth, usual in (
+                ("link_gb_s", topology.hbm_to_ddr_mem_bw, HBM_TO_DDR_MEM_BW),
+                ("disk_gb_s", topology.ssd_mem_bw, SSD_MEM_BW),
+            )
+            if bandwidth != usual
+        }
+        if topology.compute_device == "cpu" and "link_gb_s" not in given:
+            # from memory to memory: read and written
+            given["link_gb_s"] = self.constants.copy_gb_s / 2
+        return dataclasses.replace(links, **given)
 
     def _block(self, table: Table, way: Way, width: int) -> Floats:
         """Time by `PARTS` [P, S] of a block."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..constants import KV_CACHING_RATIO, UVM_CACHING_RATIO, kernel_bw_lookup
+from ..constants import KV_CACHING_RATIO, UVM_CACHING_RATIO, kernel_bw_lookup, tier_bw_lookup
 from ..constraints import ParameterConstraints
 from ..search.problem import PARTS, Choice
 from ..tables import Feature, Table
@@ -127,6 +127,9 @@ class TorchRecCost:
             machine.hbm_to_ddr_mem_bw, cache.load_factor if cache else None,
             bool(cache and cache.prefetch_pipeline), machine.ssd_mem_bw,
         )  # fmt: skip
+        speed = speed or tier_bw_lookup(
+            machine.compute_device, way.compute_kernel, machine.ddr_mem_bw, machine.ssd_mem_bw
+        )
         if speed is None:
             raise ValueError(
                 f"table {table.name!r}: kernel {way.compute_kernel!r} has no known bandwidth on"

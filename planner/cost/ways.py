@@ -36,7 +36,7 @@ class Way:
     """K blocks of `widths` columns; place s of a block's span holds `rows[s]` rows.
 
     `replica`: every rank holds all rows. `one_host`: blocks lie on ranks of one host. `tier`: where rows lie that are
-    not on the device, None if all are.
+    not on the device, None if all are. `is_sized`: its slots are one of several numbers that the search chooses from.
     """
 
     sharding_type: str
@@ -46,11 +46,19 @@ class Way:
     one_host: bool = False
     replica: bool = False
     tier: Tier | None = None
+    is_sized: bool = False
 
     @property
     def span(self) -> int:
         """Ranks that a block lies on."""
         return len(self.rows)
+
+    def sized(self, slots: Sequence[int]) -> list[Way]:
+        """This way with each of these numbers of slots, which grow where a batch needs more, within a bound."""
+        tier = self.tier
+        assert tier is not None
+        most = 1.0 if tier.max_slots is None else tier.max_slots
+        return [replace(self, tier=replace(tier, slots=n, max_slots=most), is_sized=True) for n in slots]
 
 
 def ways_of(table: Table, topology: Topology, constraint: ParameterConstraints | None = None) -> list[Way]:

@@ -28,6 +28,7 @@ from .alternatives import (
     pieces,
     slowest_ranks,
 )
+from .slots import in_words, is_other_size
 
 if TYPE_CHECKING:
     from .planned import Planned
@@ -124,8 +125,10 @@ def lookups(table: Table) -> str:
 
 
 def way(choice: Choice) -> str:
-    """Strategy and kernel, and how the columns are cut where they are."""
-    return f"{choice.sharding_type} {choice.compute_kernel}{cut(choice)}"
+    """Strategy and kernel, how the columns are cut where they are, and how much is on the device where not all is."""
+    cached = choice.cached
+    slots = "" if cached is None else f" ({cached.slots:,} slots, {cached.hit_rate:.1%} hits)"
+    return f"{choice.sharding_type} {choice.compute_kernel}{cut(choice)}{slots}"
 
 
 def cut(choice: Choice) -> str:
@@ -180,7 +183,11 @@ def rows(planned: Planned) -> list[Row]:
 def best_of_each(item: Item, ways: Sequence[Alternative], chosen: int) -> list[Alternative]:
     """Of the choices not chosen the best for each strategy and kernel, best first; what does not fit comes last."""
     order = sorted(
-        (other for other in ways if other.number != chosen),
+        (
+            other
+            for other in ways
+            if other.number != chosen and not is_other_size(item.choices[chosen], item.choices[other.number])
+        ),
         key=lambda other: (other.over_bytes, round(other.slower_ms / SAME_MS), other.more_work_ms, other.number),
     )
     best: dict[tuple[str, str], Alternative] = {}
@@ -304,6 +311,7 @@ def facts(planned: Planned) -> dict[str, str]:
         "batch": f"{planned.batch_size:,} samples a rank",
         "topology": _topology(planned),
         "choices": _choices(planned),
+        **in_words(planned),
         **planned.settings,
     }
 
@@ -448,10 +456,7 @@ def _tables(planned: Planned, groups: Sequence[Sequence[Row]], shown: int, width
         spread = f"{where(choice, starts, world)}{together}"
         each = " each" if len(group) > 1 else ""
         lines += textwrap.wrap(f"{name}: {sizes}", max(40, width), initial_indent="  ", subsequent_indent="    ")
-        text = (
-            f"{choice.sharding_type} {choice.compute_kernel}{cut(choice)} on {spread}: {ms(choice.work_ms)} ms,"
-            f" {gib(bytes_of(choice))} GiB{each}."
-        )
+        text = f"{way(choice)} on {spread}: {ms(choice.work_ms)} ms, {gib(bytes_of(choice))} GiB{each}."
         reason = why(row.item, ways[row.index], chosen[row.index])
         text += f" {row.name}: {reason}" if len(group) > 1 else f" {reason}"
         indent = " " * 6

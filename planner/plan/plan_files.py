@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..constraints import constraint_of
+from ..cost.cache import caches_to
 from ..cost.model import CostModel, cost_from
 from ..search.problem import (
     Assignment,
@@ -34,6 +35,7 @@ from .explanation import explain
 from .files import constraint_to, constraints_from, read_data, table_from, table_to
 from .planned import Planned, Request
 from .planning import problem_of
+from .slots import chosen_tier
 
 FORMAT, VERSION = "shardwise-plan", 1
 _SPEEDS = (
@@ -62,7 +64,11 @@ def planned_to_json(planned: Planned) -> dict[str, Any]:
         "tables": [table_to(table) for table in request.tables],
         "topology": _plain_topology(topology),
         "batch_size": planned.batch_size,
-        "cost": {"name": planned.cost, "constants": None if constants is None else asdict(constants)},
+        "cost": {
+            "name": planned.cost,
+            "constants": None if constants is None else asdict(constants),
+            **_caches(planned, request),
+        },
         "constraints": {name: constraint_to(constraint) for name, constraint in request.constraints.items()},
         "reserved_bytes": list(request.reserved),
         "settings": dict(request.settings),
@@ -70,6 +76,7 @@ def planned_to_json(planned: Planned) -> dict[str, Any]:
             {
                 "tables": list(item.names), "sharding_type": choice.sharding_type,
                 "compute_kernel": choice.compute_kernel, "widths": list(choice.widths), "starts": list(starts),
+                **({} if choice.cached is None else {"slots": choice.cached.slots, "hit_rate": choice.cached.hit_rate}),
             }
             for item, choice, starts in chosen(planned.problem, solution.assignment)
         ],
@@ -88,6 +95,13 @@ def planned_to_json(planned: Planned) -> dict[str, Any]:
         "format": FORMAT, "version": VERSION, "world_size": topology.world_size,
         "local_world_size": topology.local_world_size, "plan": _modules(planned), "about": about,
     }  # fmt: skip
+
+
+def _caches(planned: Planned, request: Request) -> dict[str, Any]:
+    """What was known of caches, with the misses of those that the plan has; nothing where it has none."""
+    caches, curve = getattr(request.cost, "caches", None), getattr(request.cost, "curve", None)
+    used = {table.name: curve(table) for table, choice, _ in planned.placed() if choice.cached is not None and curve}
+    return {"caches": caches_to(caches, used)} if used and caches is not None else {}
 
 
 def load_planned(path: str | os.PathLike[str], *, cost: CostModel | None = None) -> Planned:
@@ -131,7 +145,9 @@ def planned_from_json(data: Mapping[str, Any], where: str, *, cost: CostModel | 
     try:
         topology = _topology_from(about["topology"], int(data["world_size"]), int(data["local_world_size"]))
         batch_size = int(about["batch_size"])
-        model = cost or cost_from(about["cost"]["name"], topology, batch_size, about["cost"]["constants"])
+        model = cost or cost_from(
+            about["cost"]["name"], topology, batch_size, about["cost"]["constants"], about["cost"].get("caches")
+        )
         tables = tuple(table_from(entry, f"{where}: table {entry.get('name')!r}") for entry in about["tables"])
         request = Request(
             tables, topology, batch_size, model, constraints_from(about["constraints"], where),
@@ -247,10 +263,12 @@ def _assignment(problem: Problem, entries: list[dict[str, Any]], where: str) -> 
     for item in problem.items:
         entry = by_names.get(item.names)
         wanted = entry and (entry["sharding_type"], entry["compute_kernel"], tuple(entry["widths"]))
+        slots = None if entry is None else entry.get("slots")
         matching = [
             number
             for number, choice in enumerate(item.choices)
             if (choice.sharding_type, choice.compute_kernel, choice.widths) == wanted
+            and (choice.cached is None or choice.cached.slots == slots)
         ]
         if entry is None or not matching:
             raise ValueError(f"{where}: {', '.join(item.names)}: no choice is as the file says; plan anew")
@@ -267,7 +285,7 @@ def _modules(planned: Planned) -> dict[str, dict[str, Any]]:
         shards = planned.shards(table, choice, starts)
         replicated = choice.sharding_type == "data_parallel"
         constraint = constraint_of(planned.request.constraints if planned.request else {}, table.name)
-        tier = None if constraint is None or table.served else constraint.tier
+        tier = None if constraint is None or table.served else chosen_tier(constraint.tier, choice)
         modules.setdefault(table.module, {})[table.name] = {
             **({} if tier is None else {"tier": plain_tier(without_functions(tier))}),
             "sharding_type": choice.sharding_type,

@@ -23,6 +23,7 @@ from ..constraints import (
     described,
     groups,
 )
+from ..cost.cache import MissCurve
 from ..cost.model import CostModel, cost_model
 from ..errors import PlannerError, PlannerErrorType
 from ..search.problem import (
@@ -32,6 +33,7 @@ from ..search.problem import (
     Item,
     Problem,
     Solution,
+    loads,
 )
 from ..search.relax import relax
 from ..search.solve import Tell, solve
@@ -39,6 +41,7 @@ from ..tables import Table
 from ..topology import Topology
 from .advice import no_room
 from .planned import Planned, Request
+from .slots import bounded, has_sizes, reassigned, refined, refuse_thrashing, with_reach
 from .whatif import without_constraints
 
 TABLE_WISE = "table_wise"
@@ -54,6 +57,7 @@ def plan_tables(
     reserved: Sequence[int] = (),
     seconds: float | None = None,
     settings: Mapping[str, str] | None = None,
+    curves: Mapping[str, MissCurve] | None = None,
 ) -> Planned:
     """The best plan that the search finds, the same for the same arguments.
 
@@ -65,14 +69,17 @@ def plan_tables(
             topology's compute device is left out of the plan, as another plan places it.
         reserved: bytes [W] of device memory that a reservation took from `topology`, for advice to give some back.
         seconds: as `solve`.
+        curves: misses of tables' caches by name of table, of a step of all ranks; by default of cache statistics, or
+            of how ids are drawn.
 
     Raises:
+        ThrashError: a cache whose slots were to be chosen would miss nearly always, or take far longer than a step.
         NoRoomError: no plan stays within memory, or none was found; says what would help.
         PlannerError: constraints name what there is not, leave a table no choice, contradict each other, or have a
             setting that sharding would refuse. One that has no effect is named in a warning.
     """
     check_settings_of(constraints or {}, tables, topology.compute_device)
-    model = cost_model(cost, topology, batch_size, constraints=constraints)
+    model = cost_model(cost, topology, batch_size, constraints=constraints, curves=curves)
     request = Request(
         tuple(tables), topology, batch_size, model, dict(constraints or {}), tuple(reserved), dict(settings or {})
     )
@@ -119,11 +126,31 @@ def plan_request(request: Request, *, seconds: float | None = None, tell: Tell |
     begin = time.perf_counter()
     problem, here = problem_of(request)
     solution = solve(problem, seconds=seconds, tell=tell) if problem.items else _nothing(problem)
+    if has_sizes(problem):
+        request, problem, solution = _with_slots(request, problem, solution)
     taken = time.perf_counter() - begin
-    return Planned(
+    planned = Planned(
         here, request.topology, request.batch_size, request.cost.name, problem, solution, dict(request.settings), taken,
         request,
     )  # fmt: skip
+    for text in refuse_thrashing(planned):
+        warnings.warn(f"a cache would thrash: {text}", stacklevel=3)
+    return planned
+
+
+def _with_slots(request: Request, problem: Problem, solution: Solution) -> tuple[Request, Problem, Solution]:
+    """The slots that are best where tables lie, and the bound for slots of any number."""
+    best = solution.assignment
+    by_name = {table.path: table.name for table in request.tables}
+    slots = refined(problem, best)
+    with_slots = getattr(request.cost, "with_slots", None)
+    if slots and with_slots is not None:
+        finer = replace(request, cost=with_slots({by_name[path]: count for path, count in slots.items()}))
+        refined_problem, _ = problem_of(finer)
+        again = reassigned(refined_problem, problem, best, slots)
+        if again is not None and loads(refined_problem, again).time_ms.max() <= solution.time_ms * (1 + 1e-9):
+            request, problem, best = finer, refined_problem, again
+    return request, problem, bounded(problem, best, solution.steps)
 
 
 def _nothing(problem: Problem) -> Solution:
@@ -212,12 +239,15 @@ class _Prices:
         nameless = replace(
             table, name="", module="", features=tuple(replace(feature, name="") for feature in table.features)
         )
+        if constraint is not None and constraint.tier is not None:
+            # misses may be known by the table's name
+            nameless = replace(nameless, name=table.name)
         # many tables share one constraint; equal ones that are two objects are only priced twice
         key = nameless, id(constraint)
         choices = self._known.get(key)
         if choices is None:
             ways = self.cost.ways(table, constraint)
-            choices = self._known[key] = tuple(self.cost.price(table, way) for way in ways)
+            choices = self._known[key] = with_reach([self.cost.price(table, way) for way in ways])
         if not choices:
             raise _no_way(table, constraint, self.cost)
         return choices
@@ -257,6 +287,11 @@ def _together(
     for table in group.tables:
         whole = {choice.compute_kernel: choice for choice in price(table) if choice.sharding_type == TABLE_WISE}
         constraint = constraint_of(constraints, table.name)
+        if any(choice.cached is not None and choice.cached.chosen for choice in whole.values()):
+            raise _strict(
+                f"table {table.name!r} has same_rank={group.label!r} and a Tier without slots: give it a number of"
+                " slots, as they are chosen only for tables that go where they like"
+            )
         if not whole:
             given = as_given(constraint, "sharding_types", "compute_kernels") if constraint else ""
             raise _strict(

@@ -95,7 +95,8 @@ def with_card(request: Request, card: str) -> Request:
         return changed
     # what is known of the old card says nothing of the new one
     cost = cost_model("shardwise", changed.topology, changed.batch_size, constants=constants_of(card))
-    return replace(changed, cost=cost)
+    assert isinstance(cost, ShardwiseCost)
+    return replace(changed, cost=replace(cost, caches=changed.cost.caches))
 
 
 def with_reserved(request: Request, share: float) -> Request:

@@ -24,6 +24,31 @@ Ints = npt.NDArray[np.int64]
 PARTS = ("input_comms", "prefetch", "fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms", "overhead")
 
 
+@dataclass(frozen=True)
+class Cached:
+    """The cache of a choice whose rows lie below the device, of a whole step.
+
+    Args:
+        slots: rows of the table on the device.
+        wanted, misses: distinct rows of a step, and those of them that come from below.
+        slot_bytes: of a row on the device, all columns.
+        chosen: the search chose the slots; otherwise they were asked for.
+        source: where the misses are from, in words.
+    """
+
+    slots: int
+    wanted: float
+    misses: float
+    slot_bytes: float
+    chosen: bool
+    source: str
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the rows wanted; 1 where none are."""
+        return 1 - self.misses / self.wanted if self.wanted else 1.0
+
+
 @dataclass(frozen=True, eq=False)
 class Choice:
     """One way to place an item.
@@ -34,6 +59,9 @@ class Choice:
         parts_ms: time by `PARTS` [P, K, S], milliseconds a step.
         hbm, ddr: bytes [K, S] in the memory of the device and of the host.
         one_host: all blocks lie on ranks of one host (table-column-wise).
+        cached: how many rows are on the device; None if all are.
+        reach: of a choice that is one of many sizes of a cache, the least milliseconds and bytes (hbm, ddr), [K, S]
+            each, of sizes between its neighbours': a mix of two sizes stands for those between them.
     """
 
     sharding_type: str
@@ -43,6 +71,8 @@ class Choice:
     hbm: Ints
     ddr: Ints
     one_host: bool = False
+    cached: Cached | None = None
+    reach: tuple[Floats, Ints, Ints] | None = None
 
     def __post_init__(self) -> None:
         blocks, span = self.hbm.shape

@@ -151,18 +151,21 @@ def _regions(problem: Problem, span: int, one_host: bool, ranks: tuple[int, ...]
 def _measure(choice: Choice, region: Region) -> tuple[float, float, float, float] | None:
     """need_ms, work_ms, hbm and ddr of a choice in a region; None where it does not fit."""
     time, hbm, ddr = choice.time_ms, choice.hbm, choice.ddr
+    # what decides whether it may be used; a mix with a neighbour takes less than itself where it has one
+    least = (time, hbm, ddr) if choice.reach is None else choice.reach
     if choice.span == region.ranks:
         # blocks over all ranks lie on top of each other
         time, hbm, ddr = (array.sum(axis=0, keepdims=True) for array in (time, hbm, ddr))
-    elif hbm.sum() > region.hbm_sum or ddr.sum() > region.ddr_sum:
+        least = (least[0].sum(0, keepdims=True), least[1].sum(0, keepdims=True), least[2].sum(0, keepdims=True))
+    elif least[1].sum() > region.hbm_sum or least[2].sum() > region.ddr_sum:
         return None
     # [K, N, S], and [K, N] once the places of the span are summed up
-    fits = ((hbm[:, None] <= region.hbm) & (ddr[:, None] <= region.ddr)).all(axis=2)
-    needs = np.where(fits, (time[:, None] + region.base_ms).max(axis=2), np.inf).min(axis=1)
+    fits = ((least[1][:, None] <= region.hbm) & (least[2][:, None] <= region.ddr)).all(axis=2)
+    needs = np.where(fits, (least[0][:, None] + region.base_ms).max(axis=2), np.inf).min(axis=1)
     if not np.isfinite(needs).all():
         return None
     inside = [np.where(fits, array @ region.inside.T, np.inf).min(axis=1).sum() for array in (time, hbm, ddr)]
-    need = max(needs.max(), time.sum() / region.ranks + region.mean_base_ms)
+    need = max(needs.max(), least[0].sum() / region.ranks + region.mean_base_ms)
     return float(need), float(inside[0]), float(inside[1]), float(inside[2])
 
 

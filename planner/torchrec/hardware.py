@@ -17,6 +17,7 @@ from ..constants import (
     WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
     WEIGHTED_KERNEL_MULTIPLIER,
     kernel_bw_lookup,
+    tier_bw_lookup,
 )
 from ..topology import Perf
 from .annotations import decorated_names, get_bwd_coefficient, get_fwd_coefficient, get_prefetch_coefficient
@@ -215,6 +216,7 @@ class HardwarePerfConfig:
             compute_device, compute_kernel, hbm_mem_bw, ddr_mem_bw, hbm_to_ddr_mem_bw, caching_ratio,
             prefetch_pipeline, ssd_mem_bw,
         )  # fmt: skip
+        usual = usual or tier_bw_lookup(device, kernel, ddr_mem_bw, ssd_mem_bw)
         if usual is None:
             raise ValueError(f"compute_kernel {compute_kernel!r} has no known bandwidth on {compute_device}")
         return usual

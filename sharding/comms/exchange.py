@@ -383,4 +383,6 @@ def settle(seconds: float = 10) -> bool:
             if pending._work is not None and pending._work.is_completed():
                 pending._work = None
         time.sleep(0.001)  # lets the GIL go
+    # those of a wait that failed still have memory
+    _aliases.clear()
     return True

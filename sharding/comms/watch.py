@@ -139,14 +139,18 @@ class Watch:
         # the thread times this wait; it may itself be held up by the store
         limit = math.inf if self.timeout_s is None else self.timeout_s - self._roll_call_s()
         end = time.monotonic() + limit - SLICE.total_seconds()
-        while True:
-            done = work.is_completed() or time.monotonic() > end
-            try:
-                work.wait(SLICE)
-                return
-            except RuntimeError as error:
-                if done:
-                    raise self.failure(error) from error
+        try:
+            while True:
+                done = work.is_completed() or time.monotonic() > end
+                try:
+                    work.wait(SLICE)
+                    return
+                except RuntimeError as error:
+                    if done:
+                        raise self.failure(error) from error
+        finally:
+            # the traceback of the failure has this frame, and the work would keep the tensors that it sent
+            del work
 
     def failure(self, error: BaseException) -> RankFailure:
         """What this rank raises for an error of the group, after a roll call."""

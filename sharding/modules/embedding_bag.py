@@ -201,7 +201,7 @@ class EmbeddingBagSharder(CollectionSharder[nn.EmbeddingBag]):
         self._settings.require_device(where)
         shards = shards_of(_WEIGHT, params[_WEIGHT], module.num_embeddings, module.embedding_dim, env.world_size)
         options = {_WEIGHT: self._options_of(_WEIGHT, params[_WEIGHT], module.weight)}
-        self._settings.warn_of_caches(options.values())
+        options = self._fitted(params, shards, options, {_WEIGHT: module.weight}, where)
         sharded = ShardedEmbeddingBag(
             module, shards, env, where, default_optimizer=self._default_optimizer, options=options,
             codecs=self.qcomm_codecs_registry,

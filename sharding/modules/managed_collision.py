@@ -8,7 +8,7 @@ ids [0, input_size) evenly, and each maps its part to its own rows, as if it wer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,6 @@ from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import ShardingType
 from .behind_maps import BehindMapsSharder
 from .nested import Nested
-from .sharded_collections import StepAwaitable
 from .sharders import BaseEmbeddingSharder, EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 
 # of a module's state, what is not a number per slot
@@ -286,8 +285,10 @@ class ShardedManagedCollisionEmbeddings(
         """Look the batch up, together with the other ranks. Raises as `ShardedCollection.forward`."""
         if isinstance(features, Proxy):
             return super().forward(features, mutate_miss_lengths)
+        rows: Any
         rows, _ = super().forward(features, mutate_miss_lengths)
-        return rows, self._remapped(cast(StepAwaitable[Any], rows)._step)
+        # in a compiled graph rows are no promise of a step
+        return rows, self._remapped(rows._step) if self._embedding_module.returns_mapped else None
 
     def _remapped(self, step: Step) -> LazyAwaitable[KeyedJaggedTensor] | None:
         collection = self._embedding_module

@@ -60,9 +60,10 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         fused_params: the optimizer of tables that have none in their backward, in FBGEMM's words: `optimizer` (its
             `EmbOptimType`, the name of one, or a class of ours), `learning_rate` (or `lr`, default 0.01), `eps`,
             `weight_decay`, `max_norm` (rowwise Adagrad: rows are cut to it when they are updated), ... Of all tables,
-            where their plan says nothing: `output_dtype`, `weights_precision`, `bounds_check_mode` and `location`. A
-            setting that the optimizer does not read, and one about caches and storage, has no effect: a warning names
-            it.
+            where their plan says nothing: `output_dtype`, `weights_precision`, `bounds_check_mode` and `location`. Of
+            those with rows below the device: `cache_load_factor`, `cache_algorithm`, `ssd_storage_directory`, ... (see
+            `shardwise.planner.tiers`). A setting that the optimizer does not read, and one about caches and storage
+            that is of no table or means nothing here, has no effect: a warning names it.
         qcomm_codecs_registry: as `ModuleSharder`.
         sharded_module_order_overwrite: sharding types, in the order in which TorchRec looks them up. Here tables of
             all types travel in one exchange, so that it has no effect: a warning says so.
@@ -156,23 +157,24 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         tables = BaseEmbeddingSharder.shardable_parameters(self, cast(M, module))
         location = getattr(module, "_location", None)
         options = {name: self._options_of(name, params[name], tables[name], location) for name in sizes}
-        self._settings.warn_of_caches(options.values())
-        reserved = {name: self._settings.reserved_of(params[name]) for name in sizes if options[name].tier is not None}
-        if any(reserved.values()):
-            options = self._leave_free(reserved, shards, options, tables, device)
-        return shards, options
+        return shards, self._fitted(params, shards, options, tables, device)
 
-    def _leave_free(
-        self, reserved: Mapping[str, int], shards: Sequence[Shard], options: Mapping[str, TableOptions],
+    def _fitted(
+        self, params: Mapping[str, ParameterSharding], shards: Sequence[Shard], options: Mapping[str, TableOptions],
         tables: Mapping[str, torch.Tensor], device: torch.device,
     ) -> dict[str, TableOptions]:  # fmt: skip
-        """The options with as few slots as leave so many bytes of a GPU free."""
+        """The options with as few slots as leave the memory of a GPU free that settings of caches reserve."""
+        self._settings.warn_of_caches(options.values())
+        tiers = {name: table.tier for name, table in options.items()}
+        reserved = {name: self._settings.reserved_of(params[name]) for name, tier in tiers.items() if tier is not None}
+        named = ", ".join(repr(name) for name, size in reserved.items() if size)
+        if not named:
+            return dict(options)
         if device.type != "cuda":
-            named = ", ".join(repr(name) for name, size in reserved.items() if size)
             warnings.warn(
                 f"cache_params.reserved_memory of tables {named} has no effect: a {device.type} has no memory of its"
                 " own",
-                stacklevel=4,
+                stacklevel=5,
             )
             return dict(options)
 
@@ -181,9 +183,7 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
             rule = optimizer_spec(*mark, table=name).rule
             return record_bytes(width, self._settings.type_of(tables[name], options[name]), rule)
 
-        tiers = {name: table.tier for name, table in options.items()}
-        total = torch.cuda.mem_get_info(device)[1]
-        fitted = within_memory(tiers, reserved, shards, row_bytes, total)
+        fitted = within_memory(tiers, reserved, shards, row_bytes, torch.cuda.mem_get_info(device)[1])
         return {name: replace(table, tier=fitted[name]) for name, table in options.items()}
 
     def _options_of(

@@ -12,6 +12,7 @@ from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.errors import PlannerError, PlannerErrorType
 from shardwise.planner.plan.planned import Planned
+from shardwise.planner.plan.slots import chosen_tier
 from shardwise.planner.search.problem import PARTS, Choice
 from shardwise.planner.tables import Table
 from shardwise.planner.topology import Perf, Storage, Topology
@@ -71,7 +72,7 @@ def options_of(
                 output_dtype=constraint.output_dtype,
                 key_value_params=constraint.key_value_params,
                 num_poolings=[feature.num_poolings for feature in table.features],
-                tier=constraint.tier,
+                tier=chosen_tier(constraint.tier, choice),
             )
         )
     return options

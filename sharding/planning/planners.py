@@ -366,7 +366,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         """Our search over what our engine can do."""
         if not model.tables:
             return []
-        cost = cost_model(self._cost, reserved, self._batch_size)
+        cost = cost_model(self._cost, reserved, self._batch_size, constraints=constraints)
         request = Request(
             model.tables, reserved, self._batch_size, OfModel(cost), constraints,
             tuple(_taken(self._topology, reserved)), self._settings([table.name for table in model.tables]),

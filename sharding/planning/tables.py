@@ -25,6 +25,7 @@ from shardwise.embeddings import (
 )
 from shardwise.embeddings.quant import QuantizedCollection
 from shardwise.planner.constraints import ParameterConstraints
+from shardwise.planner.cost.cache import MissCurve
 from shardwise.planner.cost.model import CostModel
 from shardwise.planner.cost.ways import Way
 from shardwise.planner.plan.whatif import at
@@ -150,6 +151,20 @@ class OfModel:
     def base_ms(self, tables: Sequence[Table]) -> float:
         """As `cost`."""
         return self._cost.base_ms(tables)
+
+    @property
+    def caches(self) -> object:
+        """What `cost` knows of caches, if it does."""
+        return getattr(self._cost, "caches", None)
+
+    def curve(self, table: Table) -> MissCurve:
+        """The misses of a table's cache, as `cost` has them."""
+        return self._cost.curve(table)  # type: ignore[attr-defined,no-any-return]
+
+    def with_slots(self, slots: Mapping[str, int]) -> OfModel:
+        """The same with further sizes of caches, where `cost` chooses slots."""
+        with_slots = getattr(self._cost, "with_slots", None)
+        return self if with_slots is None else OfModel(with_slots(slots))
 
     def at(self, topology: Topology, batch_size: int) -> OfModel:
         """The same for other machines."""

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from ..data import LookedUp, Trace, TracedTable
     from ..embeddings.tiers.curves import TraceCurves
     from ..embeddings.tiers.simulate import Simulation
-    from ..planner.cost.cache import Links
+    from ..planner.cost.cache import Links, MissCurve
     from ..planner.layout import Shard
     from ..planner.plan.planned import Planned
     from ..planner.reports.caches import CacheReport, CacheRun, HitCurve, RankTime
     from ..planner.tables import Table
 
+# sizes of caches whose misses a plan knows
+_POINTS = 128
 # sizes of caches that a curve shows; Belady's rule takes time with the square of the batches, so fewer of long traces
 _SIZES, _FEW_SIZES, _LONG = 40, 8, 4000
 
@@ -244,7 +246,10 @@ def _ranges(table: TracedTable, asked: Asked, placed: Mapping[str, Placed] | Non
     if placed is not None and table.name not in placed:
         return []
     whole = Placed((Shard(table.name, 0, (0, table.rows), (0, table.dim)),))
-    of_plan = whole if placed is None or not placed[table.name].shards else placed[table.name]
+    of_plan = whole if placed is None else placed[table.name]
+    if not of_plan.shards:
+        # replicas: one stands for all
+        of_plan = replace(of_plan, shards=whole.shards)
     given = asked.slots.get(table.name, asked.slots.get("*", of_plan.slots))
     ranges: dict[tuple[int, int], list[Shard]] = {}
     for shard in of_plan.shards:
@@ -331,6 +336,37 @@ def _ranks(
         late = sum(time > rest for time in times)
         found.append(RankTime(rank, rest, mean, sum(steps) / max(1, len(steps)), late))
     return tuple(found)
+
+
+def curves_of_trace(path: Path, names: Sequence[str]) -> dict[str, MissCurve]:
+    """LRU's misses of the tables of a trace, of its second half: the first fills the caches.
+
+    Raises:
+        ValueError: the trace has none of the tables, or is none.
+    """
+    from ..data import Trace
+    from ..embeddings.tiers import TraceCurves, sizes_between
+    from ..planner.cost.cache import MissCurve
+
+    trace = Trace(path)
+    found = [table for table in trace.tables if table.name in names]
+    if not found:
+        there = ", ".join(table.name for table in trace.tables)
+        raise ValueError(f"{path}: of its tables {there} none has a tier in the constraints")
+    first = trace.batches // 2
+    gathered = {table.name: TraceCurves(table.rows, first) for table in found}
+    for batch in trace:
+        for name, curves in gathered.items():
+            curves.add(batch.rows[name])
+    made = {}
+    for name, curves in gathered.items():
+        counts = curves.lru(sizes_between(max(1, curves.largest), max(1, curves.largest, curves.wanted), _POINTS))
+        steps = max(1, trace.batches - first)
+        misses, saves = ([n / steps for n in each.tolist()] for each in (counts.misses, counts.saves))
+        made[name] = MissCurve.of_points(
+            counts.slots.tolist(), misses, saves, curves.counted / steps, f"LRU of {path.name}"
+        )  # fmt: skip
+    return made
 
 
 def estimate(

@@ -73,6 +73,7 @@ def add_plan(commands: click.Group) -> None:
     @click.option(
         "--optimizer", help="Of tables that do not say theirs; 'none'.  [default: RowWiseAdagrad; of a model SGD]"
     )
+    @click.option("--trace", type=file, help="Of `cache record`: how often caches of rows below the device miss.")
     @click.option("--cost", type=click.Choice(COSTS), default="shardwise", help="The cost model.", show_default=True)
     @click.option("--constants", type=file, help="What `plan calibrate` measured.")
     @click.option(
@@ -233,6 +234,7 @@ def _planned(
     """The plan with its proof; what does not fit ends the process with status 1."""
     from ..planner.plan.advice import NoRoomError
     from ..planner.plan.planning import plan_or_advise, warn_of_kernels
+    from ..planner.plan.slots import ThrashError
 
     def show_search(doing: str, time_ms: float, bound_ms: float) -> None:
         update(_doing(doing, time_ms, bound_ms))
@@ -241,7 +243,7 @@ def _planned(
     update(f"pricing {len(asked.tables):,} tables")
     try:
         planned = plan_or_advise(asked, seconds=seconds, tell=show_search)
-    except NoRoomError as error:
+    except (NoRoomError, ThrashError) as error:
         if as_json:
             print_json(error.as_dict())
         raise click.ClickException(str(error)) from error

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..planner.plan.plan_files import CutDifference
     from ..planner.plan.planned import Planned
     from ..planner.reports.difference import Difference, Placement
+    from ..planner.search.problem import Cached
 
 LINES = 30
 # gaps from which a plan is no longer as good as proven, and from which it may be worth more time
@@ -107,6 +108,7 @@ def _facts(planned: Planned, width: int) -> list[Text]:
     """How fast, how far from the best, and what it is made of: a name and some words each."""
     from ..planner.plan.alternatives import slowest_ranks
     from ..planner.plan.explanation import STRATEGIES, gib, ms, share
+    from ..planner.plan.slots import in_words
 
     solution, loads = planned.certified, planned.loads
     slowest = slowest_ranks(planned)[0]
@@ -137,6 +139,7 @@ def _facts(planned: Planned, width: int) -> list[Text]:
     kinds = [f"{count[kind]:,} {kind} ({STRATEGIES.get(kind, kind)})" for kind in [*STRATEGIES] if count[kind]]
     kinds += [f"{number:,} {kind}" for kind, number in count.items() if kind not in STRATEGIES]
     facts["tables"] = ", ".join(kinds) or "none", ""
+    facts |= {name: (text, "") for name, text in in_words(planned).items()}
     if "what if" in planned.settings:
         facts["what if"] = planned.settings["what if"], ""
     constants = planned.settings.get("constants", "")
@@ -254,6 +257,7 @@ def _tables(planned: Planned, groups: Sequence[Sequence[Row]], count: int, width
         *([_Column("equal", equal, right=True)] if any(equal) else ()),
         _Column("rows x columns", [shape(group[0].tables[0]) for group in shown], right=True),
         _Column("placed", placed, share=4, short=[*map(_abbreviated, placed)]),
+        *_caches([way.cached for way in ways]),
         _Column("ms each", [ms(way.work_ms) for way in ways], right=True),
         _Column("GiB each", [gib(bytes_of(way)) for way in ways], right=True),
     ]
@@ -265,6 +269,15 @@ def _tables(planned: Planned, groups: Sequence[Sequence[Row]], count: int, width
         text = f"and {counted(number, 'table')} with less work: {ms(work)} ms and {gib(size)} GiB together"
         lines.append(Text(f"{_dots()} {text}", style="bright_black"))
     return lines
+
+
+def _caches(caches: Sequence[Cached | None]) -> list[_Column]:
+    """How much of tables is on the device, where some have rows below it."""
+    if not any(caches):
+        return []
+    slots = ["" if cached is None else f"{cached.slots:,}" for cached in caches]
+    hits = ["" if cached is None else f"{cached.hit_rate:.1%}" for cached in caches]
+    return [_Column("slots", slots, right=True), _Column("hits", hits, right=True)]
 
 
 def print_difference(difference: Difference | CutDifference, verbose: bool, lines: int = LINES) -> None:

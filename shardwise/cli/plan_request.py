@@ -238,6 +238,8 @@ def require_options(asked: Mapping[str, Any]) -> None:
         wrong("--hbm and --card are of GPUs, and --device is cpu: give --ddr")
     if asked["constants"] is not None and asked["cost"] != "shardwise":
         wrong(f"--constants are of --cost shardwise, and --cost is {asked['cost']}")
+    if asked["trace"] is not None and asked["cost"] != "shardwise":
+        wrong(f"--trace is for --cost shardwise, and --cost is {asked['cost']}")
 
 
 def request_of(
@@ -256,6 +258,7 @@ def request_of(
     cost: str,
     constants: Path | None,
     reserve: float | int,
+    trace: Path | None = None,
 ) -> Request:
     """What the arguments ask for, checked by `require_options`; `optimizer` is "" for none, None if not given."""
     from ..planner.constants_measured import Constants
@@ -263,6 +266,7 @@ def request_of(
     from ..planner.cost.model import cost_model
     from ..planner.plan.files import read_constraints, read_tables
     from ..planner.plan.planned import Request
+    from .cache_runs import curves_of_trace
 
     rules = {} if constraints is None else read_constraints(constraints)
     constrained = len(rules)
@@ -281,7 +285,9 @@ def request_of(
             f"{'SGD' if optimizer is None else optimizer or 'none'} where the model has none in a table's backward"
         )
     check_settings_of(rules, every, device)
-    pricing = cost_model(cost, topology, batch_size, constants=measured, constraints=rules)
+    cached = [table.name for table in every if (rule := constraint_of(rules, table.name)) and rule.tier is not None]
+    curves = {} if trace is None else curves_of_trace(trace, cached)
+    pricing = cost_model(cost, topology, batch_size, constants=measured, constraints=rules, curves=curves)
     for table in every:
         rule = constraint_of(rules, table.name)
         if table.name in offered and {way.sharding_type for way in pricing.ways(table, rule)} - set(
@@ -297,6 +303,8 @@ def request_of(
     }
     if constraints is not None:
         settings["constraints"] = f"{constraints}, for {constrained} tables"
+    if trace is not None:
+        settings["trace"] = f"{trace}: misses of {', '.join(curves) or 'no table'}, one of its batches a step"
     if source := _source(pricing, constants):
         settings["constants"] = source
     return Request(tuple(every), topology, batch_size, pricing, rules, reserved, settings)

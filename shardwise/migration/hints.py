@@ -10,7 +10,10 @@ from .torchrec_names import TABLE
 
 __all__ = ["HINTS", "OPS", "advice", "op_hint"]
 
-_HOST_TIERS = "rows live on the device that trains them: host memory, caches and SSD are not served"
+_HOST_TIERS = (
+    "rows below the device are asked for by compute kernels (fused_uvm, fused_uvm_caching, key_value), by a Tier of a"
+    " plan or a constraint, or by shardwise.tiered: kernels for host memory, caches and SSD are not served"
+)
 _OF_POOLS = "ids and rows of a pool travel inside ShardedTensorPool and ShardedKeyedJaggedTensorPool"
 _METRICS = "torchmetrics has most of them; shardwise.models has the AUC and normalized entropy of its examples"
 _SIZES = "sizes of all tables of a module travel in one exchange: its input_dist returns an Awaitable of them"

@@ -13,6 +13,8 @@ from torch import Tensor
 
 pytestmark = pytest.mark.ranks
 
+kept: list[Tensor] = []
+
 
 class TwoArguments(Exception):
     """Pickles, and cannot be unpickled."""
@@ -50,6 +52,15 @@ def sleep_on(rank: int) -> None:
 
 def return_lambda() -> object:
     return lambda: None
+
+
+def keep_what_is_sent() -> None:
+    # at the top, ranks that are given a second would import it too
+    from shardwise.sharding.comms.exchange import Exchange, Pending
+
+    pending = Pending(torch.zeros(2, 3), Exchange(None), lambda *tensors, **_: None)
+    # refers to it from C++, as a collective does
+    kept.append(pending._aliases[0][:1])
 
 
 def draw() -> Tensor:
@@ -90,6 +101,13 @@ def test_an_exception_that_cannot_travel_keeps_its_name_and_message() -> None:
 def test_a_value_that_cannot_travel_is_an_error() -> None:
     with pytest.raises(Exception, match="pickle"):
         run_ranks(1, return_lambda)
+
+
+def test_a_call_that_leaves_a_collective_fails_itself() -> None:
+    """test_exchange failed after any test that had left some, in a process that both were given."""
+    with pytest.raises(RuntimeError, match=r"after the call; their shapes by rank: \{0: \[\(2, 3\)\]\}"):
+        run_ranks(1, keep_what_is_sent)
+    assert len(run_ranks(2, summed, 0)) == 2
 
 
 def test_a_process_that_ends_is_reported_with_its_exit_code() -> None:

@@ -311,6 +311,16 @@ def hashed(batch: Batch) -> None:
     OPS.identity_slots(batch.ids(), slots, batch.ids(), batch.ids(), 128, 0, True)
 
 
+def rows_of_tiers(batch: Batch) -> None:
+    """Moves of as many rows as a batch misses, victims of two tables' slots, values of fresh rows."""
+    parts, records = [gpu(ROWS, 128), gpu(ROWS)], gpu(4 * ROWS, 576, dtype=torch.uint8)
+    OPS.move_rows(parts, records, batch.ids(), batch.ids(), batch.ids())
+    keys, borders = gpu(batch.n, dtype=torch.int32), gpu(3, dtype=torch.int64)
+    OPS.lowest(keys, keys, borders, gpu(2, dtype=torch.int64, shift=batch.shift), batch.m)
+    for kind in ("uniform", "normal"):
+        OPS.initial_rows(batch.ids(), gpu(1, dtype=torch.int64), 0, 128, kind, 0.0, 1.0, torch.float32)
+
+
 JOBS: dict[str, Callable[[Batch], None]] = {
     "lookups": look_up,
     "update": update,
@@ -326,6 +336,7 @@ JOBS: dict[str, Callable[[Batch], None]] = {
     "requests": requests,
     "parts of bags": parts_of_bags,
     "hashes": hashed,
+    "rows of tiers": rows_of_tiers,
 }
 
 
@@ -408,7 +419,7 @@ def test_launches_of_large_batches_fit_a_grid(job: str) -> None:
     """CUDA takes 65,535 programs along y and z, and 2^31 - 1 along x."""
     launches = Launches()
     # no more can be sorted on a GPU; without values torch makes a matrix of a sum of all numbers before one
-    most = {"update": LAST, "gradient": LAST, "rows": 400_000_000, "buckets": 400_000_000}
+    most = {"update": LAST, "gradient": LAST, "rows": 400_000_000, "buckets": 400_000_000, "rows of tiers": LAST}
     batch = Batch(most.get(job, LARGE.n), LARGE.b, LARGE.m, 0)
     with launches.noted():
         JOBS[job](batch)

@@ -7,7 +7,9 @@ pipeline of a user fills in, whose fields are told by equality.
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -45,6 +47,7 @@ from shardwise import (
     construct_module_sharding_plan,
     get_default_sharders,
     quant,
+    shard,
 )
 from shardwise.data import Batch
 from shardwise.embeddings import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -60,7 +63,9 @@ from shardwise.embeddings.pruning import PruningLogBase
 from shardwise.embeddings.torchrec.jagged_outputs import SequenceVBEContext
 from shardwise.inference import BatchingMetadata, QualNameMetadata
 from shardwise.migration.torchrec_names import TABLE
-from shardwise.planner import Skew
+from shardwise.planner import EmbeddingOffloadStats, Skew, plan_tables
+from shardwise.planner.layout import Tier
+from shardwise.planner.tables import Feature, Table
 from shardwise.planner.topology import BasicCommsBandwidths, DeviceHardware, Perf, Storage
 from shardwise.planner.torchrec import hardware, topology_factory as factory
 from shardwise.planner.torchrec.evaluators import get_embedding_perf_sharding_evaluator
@@ -207,6 +212,26 @@ def planned(sequence: bool = False, **settings: Any) -> Any:
     # the rest of the explanation has the time of the search
     step, bound = str(plan.explanation).splitlines()[1:3]
     return str(plan.plan), step, bound
+
+
+def kept_below(
+    cache_params: CacheParams | None = None, store: KeyValueParams | None = None, tier: Tier | None = None
+) -> Any:
+    """Where the rows of a table in files lie, and what TorchRec's formulas say of one with a cache over memory."""
+    module = EmbeddingBagCollection([EmbeddingBagConfig(10, 8, "t", feature_names=["f"])], device="cpu")
+    plan = construct_module_sharding_plan(module, {"t": table_wise(0)}, world_size=1, device_type="cpu")
+    plan["t"] = replace(
+        plan["t"], compute_kernel="key_value", cache_params=cache_params, key_value_params=store, tier=tier
+    )
+    model: Any = shard(module, plan, ShardingEnv.from_local(1, 0), "cpu")
+    rules = {"t": ParameterConstraints(["table_wise"], ["fused_uvm_caching"], cache_params=cache_params)}
+    table = Table("t", 10, 8, features=(Feature("f"),))
+    planned = plan_tables([table], Topology(1, "cuda"), 64, cost="torchrec", constraints=rules)
+    return (
+        str(model.states.tables["t"].options.tier),
+        repr(model.states.tables["t"].options.tier),
+        float(planned.loads.time_ms.max()),
+    )
 
 
 def exchanged(forward: Any = CommType.FP32, backward: Any = CommType.FP32, **settings: Any) -> Any:
@@ -368,7 +393,7 @@ SETTINGS: dict[type, dict[str, Probe]] = {
         "compute_kernel": Probe(trained, "quant"),
         "ranks": Probe(trained, [3], r"the plan says ranks \[3\]"),
         "sharding_spec": Probe(partial(trained, dtype=DataType.FP32, **ROWS), cut_at(6)),
-        "cache_params": Probe(trained, CacheParams(load_factor=0.5)),
+        "cache_params": Probe(kept_below, CacheParams(load_factor=0.5)),
         "enforce_hbm": Probe(trained, False),
         "stochastic_rounding": Probe(trained, False),
         "bounds_check_mode": Probe(trained, BoundsCheckMode.IGNORE),
@@ -376,6 +401,7 @@ SETTINGS: dict[type, dict[str, Probe]] = {
         "key_value_params": Probe(trained, KeyValueParams()),
         "reduction": Probe(partial(trained, dtype=DataType.FP32, **ROWS), "ordered"),
         "row_state": Probe(partial(trained, column_wise([0, 0])), "table"),
+        "tier": Probe(kept_below, Tier(3)),
     },
     EnumerableShardingSpec: {
         "shards": Probe(lambda shards=None: trained(**{**ROWS, "sharding_spec": EnumerableShardingSpec(
@@ -386,23 +412,24 @@ SETTINGS: dict[type, dict[str, Probe]] = {
         "shard_sizes": of_shards("shard_sizes", [3, 8], "cells"),
         "placement": of_shards("placement", _remote_device("rank:1/cpu"), "the plan says ranks"),
     },
-    # where TorchRec would only be faster, the parameter that has them is named
     CacheParams: {
-        name: Probe(lambda name=name, **given: trained(cache_params=CacheParams(**given) if given else None), value,
-                    "cache_params")
+        name: Probe(lambda **given: kept_below(CacheParams(**{"load_factor": 0.3, **given})), value)
         for name, value in {
             "algorithm": CacheAlgorithm.LFU, "load_factor": 0.5, "reserved_memory": 1.0, "precision": DataType.FP16,
-            "prefetch_pipeline": True, "stats": 1, "multipass_prefetch_config": MultiPassPrefetchConfig(3),
+            "prefetch_pipeline": True, "stats": EmbeddingOffloadStats(0.1, 9, torch.tensor([1.0, 2.0, 3.0]), 10),
+            "multipass_prefetch_config": MultiPassPrefetchConfig(3),
         }.items()
     },
+    # of which the planner counts buffers; training brings rows in one pass, as a warning says
     MultiPassPrefetchConfig: {
-        name: Probe(lambda name=name, **given: trained(cache_params=CacheParams(
-            multipass_prefetch_config=MultiPassPrefetchConfig(**given)) if given else None), 3, "cache_params")
+        name: Probe(lambda **given: kept_below(CacheParams(
+            multipass_prefetch_config=MultiPassPrefetchConfig(**given))), 3, "multipass_prefetch_config")
         for name in MultiPassPrefetchConfig._fields
     },
     KeyValueParams: {
-        field.name: Probe(lambda name=field.name, **given: trained(key_value_params=KeyValueParams(**given)
-                          if given else None), 1, "key_value_params")
+        field.name: Probe(lambda **given: kept_below(store=KeyValueParams(**given)), {
+            "ssd_storage_directory": os.path.join(tempfile.gettempdir(), "shardwise", "rows"),
+            "max_l1_cache_size": 32 / 2**20}.get(field.name, 2))
         for field in fields(KeyValueParams)
     },
     ParameterConstraints: {
@@ -413,6 +440,7 @@ SETTINGS: dict[type, dict[str, Probe]] = {
         "num_poolings": Probe(planned, [30.0]),
         "batch_sizes": Probe(planned, [8192]),
         "is_weighted": Probe(planned, True),
+        "tier": Probe(planned, Tier(3)),
         "cache_params": Probe(planned, CacheParams(load_factor=0.5)),
         "enforce_hbm": Probe(planned, False),
         "stochastic_rounding": Probe(planned, False),

@@ -3,7 +3,7 @@
 `worker` is a top-level function of a test file; inside it the default process group is ready (`dist.get_rank()`), and
 RANK, WORLD_SIZE, LOCAL_RANK are set. The processes come from a fork server that imported torch once, and live as long
 as the pytest process; every call gets a fresh process group. After any failure all of them are killed, and the next
-call starts others.
+call starts others. A collective that has not ended when a call is over is a failure of that call, not of a later one.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ T = TypeVar("T")
 START_SECONDS = 120.0
 # how long the other ranks may take to report after the first failure
 GRACE_SECONDS = 0.2
+# how long the backend may keep tensors after a call
+SETTLE_SECONDS = 3.0
 
 # worlds, processes that were started for them, and seconds, since tests/durations.py last asked
 counted: Counter[str] = Counter()
@@ -67,7 +69,7 @@ def run_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout: float 
     """Call `fn(*args)` on `world_size` gloo ranks and return each rank's value, in rank order.
 
     Raises what the first failing rank raised; TimeoutError with the stacks of the unfinished ranks after `timeout`
-    seconds; RankEnded when a rank's process ends.
+    seconds; RankEnded when a rank's process ends; RuntimeError when collectives are left that do not end.
     """
     start = time.monotonic()
     try:
@@ -140,12 +142,15 @@ class RankPool:
             for rank, process in enumerate(ranks):
                 process.conn.send_bytes(pickle.dumps(_Call(rank, world_size, store, timeout, sys.path, payload)))
             values = self._collect(ranks, timeout)
+            # a rank that left its group early would break the collectives its peers are still in
+            for process in ranks:
+                process.conn.send_bytes(b"")
+            left = {rank: shapes for rank, shapes in enumerate(self._collect(ranks, timeout)) if shapes}
+            if left:
+                raise RuntimeError(f"collectives keep tensors after the call; their shapes by rank: {left}")
         except BaseException:
             self.close()
             raise
-        # a rank that left its group early would break the collectives its peers are still in
-        for process in ranks:
-            process.conn.send_bytes(b"")
         return values
 
     def close(self) -> None:
@@ -239,6 +244,15 @@ def _serve(conn: Connection, stacks: str) -> None:
                 return
             if dist.is_initialized():
                 dist.destroy_process_group()
+            conn.send_bytes(pickle.dumps(_left_in_collectives()))
+
+
+def _left_in_collectives() -> list[tuple[int, ...]]:
+    """Shapes of the tensors that the backend has not let go of."""
+    exchange = sys.modules.get("shardwise.sharding.comms.exchange")
+    if exchange is None or exchange.settle(SETTLE_SECONDS):
+        return []
+    return [tuple(tensor.shape) for tensor in exchange.in_use()]
 
 
 def use_own_host() -> None:

@@ -34,7 +34,7 @@ SIZES = (512, 1536, 4096)
 def disk_rates(folder: Path, nbytes: int, reads: int) -> dict[int, float]:
     """Reads of 4 KB a second that the disk gives so many threads."""
     with tempfile.NamedTemporaryFile(dir=folder) as named:
-        piece = torch.randint(0, 256, (1 << 24,), dtype=torch.uint8).numpy()
+        piece = torch.randint(0, 256, (1 << 24,), dtype=torch.uint8).numpy().tobytes()
         for _ in range(nbytes >> 24):
             os.write(named.fileno(), piece)
         os.fsync(named.fileno())
@@ -61,7 +61,7 @@ def record_rates(folder: Path, nbytes: int, size: int, calls: int, turns: int) -
     rows = nbytes // size
     n = min(calls, rows // 400)
     records = FileRecords(rows, size, folder, name="evidence")
-    for part in torch.arange(rows).split((1 << 26) // size):
+    for part in torch.split(torch.arange(rows), (1 << 26) // size):
         records.write(part, torch.randint(0, 256, (part.numel(), size), dtype=torch.uint8))
     out = torch.zeros(n, size, dtype=torch.uint8)
     rates: dict[str, list[float]] = {}
@@ -89,7 +89,8 @@ def record_rates(folder: Path, nbytes: int, size: int, calls: int, turns: int) -
 
 def some_rows(rows: int, n: int) -> Tensor:
     """Distinct rows at random, ascending."""
-    return torch.randint(0, rows, (2 * n,)).unique()[torch.randperm(n)].sort().values
+    distinct: Tensor = torch.unique(torch.randint(0, rows, (2 * n,)))
+    return distinct[torch.randperm(distinct.numel())[:n]].sort().values
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -13,6 +13,7 @@ from shardwise.perf.suite.cases import (
     package,
     planner,
     quantized,
+    rows,
     served,
     sharded,
     update,
@@ -21,7 +22,8 @@ from shardwise.perf.suite.cases import (
 CASES: tuple[Case, ...] = tuple(
     case
     for module in (
-        lookup, update, quantized, jagged, served, keyed, modules, sharded, planner, package, command_line, operations,
+        lookup, update, rows, quantized, jagged, served, keyed, modules, sharded, planner, package, command_line,
+        operations,
     )
     for case in module.CASES
 )  # fmt: skip

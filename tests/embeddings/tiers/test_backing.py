@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardwise.embeddings.tiers import Backing, FileRecords, HostRecords, RamOverFile, files
+from shardwise.embeddings.tiers import Backing, FileRecords, HostRecords, RamOverFile, backing as backings, files
 from shardwise.kernels.files import rows as file_rows
 
 ROWS, BYTES = 1000, 48
@@ -82,9 +83,9 @@ def test_rows_that_do_not_fit_are_refused(
     make: Callable[[int, int, Path], Backing], rows: list[int], error: type[Exception], words: str, tmp_path: Path
 ) -> None:
     backing, records = make(ROWS, BYTES, tmp_path), some_records(2)
-    for call in (backing.read, backing.write):
+    for move in (backing.read, backing.write):
         with pytest.raises(error, match=words):
-            call(torch.tensor(rows), records)
+            move(torch.tensor(rows), records)
     backing.close()
 
 
@@ -133,6 +134,51 @@ def test_memory_is_taken_when_it_is_written() -> None:
 def test_memory_that_no_machine_has_is_refused() -> None:
     with pytest.raises(MemoryError, match="records of 1,099,511,627,776 rows"):
         HostRecords(1 << 40, 512)
+
+
+def test_memory_that_the_system_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on memory that this machine would have is met when the memory is mapped."""
+    monkeypatch.setattr(backings, "require_memory", lambda *args: None)
+    for rows in (1 << 40, 1 << 56):
+        with pytest.raises(MemoryError, match=f"records of {rows:,} rows: .* which the system does not give"):
+            HostRecords(rows, 512)
+
+
+def test_pinned_records_are_locked_in_place_and_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Mock(cudaHostRegister=Mock(return_value=0), cudaHostUnregister=Mock(return_value=0))
+    monkeypatch.setattr(backings, "_runtime", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    backing = HostRecords(ROWS, BYTES, pinned=True)
+    first = backing.records.data_ptr()
+    backing.grow(2 * ROWS)
+    second = backing.records.data_ptr()
+    backing.close()
+    lock, unlock = call.cudaHostRegister, call.cudaHostUnregister
+    assert runtime.mock_calls == [
+        lock(first, ROWS * BYTES, 0), lock(second, 2 * ROWS * BYTES, 0), unlock(first), unlock(second)
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_memory_that_cuda_does_not_pin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backings, "_runtime", lambda: Mock(cudaHostRegister=lambda *args: 2))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(MemoryError, match=r"records of 48,000 bytes: CUDA cannot pin so much \(error 2\)"):
+        HostRecords(ROWS, BYTES, pinned=True)
+
+
+def test_pinned_records_without_cuda_are_refused() -> None:
+    with pytest.raises(ValueError, match="pinned records are for CUDA, and there is none here"):
+        HostRecords(ROWS, BYTES, pinned=True)
+
+
+@pytest.mark.gpu
+def test_a_gpu_copies_pinned_records_while_the_host_goes_on() -> None:
+    backing = HostRecords(ROWS, BYTES, pinned=True)
+    backing.records.copy_(some_records(ROWS))
+    assert backing.records.is_pinned()
+    assert torch.equal(backing.records.to("cuda", non_blocking=True).cpu(), backing.records)
+    backing.close()
 
 
 def resident_bytes() -> int:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 from checkout import ROOT
@@ -18,7 +19,11 @@ from shardwise.embeddings.tiers import IoQueue
 
 def test_jobs_are_done_in_order_by_one_thread() -> None:
     queue, done = IoQueue("user"), list[tuple[int, int]]()
-    jobs = [queue.submit(lambda n=n: done.append((n, threading.get_ident()))) for n in range(100)]
+
+    def note(n: int) -> None:
+        done.append((n, threading.get_ident()))
+
+    jobs = [queue.submit(partial(note, n)) for n in range(100)]
     jobs[-1].wait()
     assert [n for n, _ in done] == list(range(100)) and all(job.done for job in jobs)
     assert len({thread for _, thread in done} - {threading.get_ident()}) == 1
@@ -45,7 +50,7 @@ def test_closing_waits_or_cancels() -> None:
     done = list[int]()
     for cancel in (False, True):
         queue, free = IoQueue("user"), threading.Event()
-        jobs = [queue.submit(free.wait), *(queue.submit(lambda n=n: done.append(n)) for n in range(3))]
+        jobs = [queue.submit(free.wait), *(queue.submit(partial(done.append, n)) for n in range(3))]
         threading.Timer(0.1, free.set).start()
         queue.close(cancel=cancel)
         assert all(job.done for job in jobs)
@@ -87,7 +92,7 @@ def test_memory_of_a_job_is_free_when_it_is_done() -> None:
 
     queue, record = IoQueue("user"), Record()
     freed = weakref.ref(record)
-    job = queue.submit(lambda record=record: record)
+    job = queue.submit(partial(id, record))
     del record
     job.wait()
     queue.submit(list).wait()

@@ -1,4 +1,6 @@
-"""Files of the file tier are scratch: reserved, locked and gone with their process, and each fault is told by name."""
+"""Files of the file tier are scratch: reserved, locked and gone with their process, and each fault is told by name.
+
+Takes a quarter of a minute: it starts processes."""
 
 from __future__ import annotations
 
@@ -9,12 +11,13 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from checkout import ROOT
 
-from shardwise.embeddings.tiers import FileRecords, scratch
+from shardwise.embeddings.tiers import FileRecords, files, scratch
 
 BYTES = 64
 
@@ -29,9 +32,10 @@ def other_process(code: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def filled(folder: Path, rows: int = 1000, name: str = "user") -> FileRecords:
-    records = FileRecords(rows, BYTES, folder, name=name)
-    records.write(torch.arange(rows), torch.ones(rows, BYTES, dtype=torch.uint8))
+def filled(folder: Path, name: str = "user", how: Literal["pread", "mmap"] | None = None) -> FileRecords:
+    """1000 rows of ones."""
+    records = FileRecords(1000, BYTES, folder, name=name, how=how)
+    records.write(torch.arange(1000), torch.ones(1000, BYTES, dtype=torch.uint8))
     return records
 
 
@@ -105,9 +109,10 @@ def test_a_process_that_is_killed_leaves_a_folder_for_the_next_one(tmp_path: Pat
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_has_no_part_in_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["pread", "mmap"])
+def test_a_forked_process_has_no_part_in_it(how: Literal["pread", "mmap"], tmp_path: Path) -> None:
     """Workers of data loaders are forks: when they end the lock and the file must stay their parent's."""
-    records = filled(tmp_path)
+    records = filled(tmp_path, how=how)
     child = os.fork()
     if not child:
         # nothing else of the test may run here
@@ -199,6 +204,46 @@ def test_a_disk_that_is_full_is_named_with_its_table(tmp_path: Path, monkeypatch
     out = torch.zeros(100, 1024, dtype=torch.uint8)
     records.read(torch.arange(100), out)
     assert (out == 1).all()
+    records.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits of file sizes")
+def test_a_file_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    import resource
+
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"table 'user': a scratch file of 0\.02 GiB cannot be made: .*`ulimit -f`"):
+            FileRecords(1 << 14, 1024, tmp_path, name="user")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not [*tmp_path.iterdir()] and not [*scratch._open]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EIO, "Input/output error. Its rows are lost: look at the disk"),
+        (errno.ENOSPC, r"No space left on device. It needs 0\.00 GiB in all, [\d.]+ GiB are free: make room"),
+    ],
+)
+def test_what_the_disk_says_comes_with_table_and_way_out(
+    number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records, out = filled(tmp_path), torch.zeros(2, BYTES, dtype=torch.uint8)
+
+    def fail(*args: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    # a loop stops before the row that the system refuses
+    for name, done, move in (("read", "read", records.read), ("write", "written", records.write)):
+        monkeypatch.setattr(files, f"{name}_file_rows", lambda *args: 1)
+        monkeypatch.setattr(os, "preadv" if name == "read" else "pwrite", fail)
+        with pytest.raises(OSError, match=f"table 'user': its rows cannot be {done}: {words}") as raised:
+            move(torch.tensor([1, 5]), out)
+        assert raised.value.errno == number and raised.value.filename == str(tmp_path)
     records.close()
 
 

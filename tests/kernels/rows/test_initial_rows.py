@@ -89,7 +89,7 @@ def test_normal_values_are_the_inverse_of_their_distribution() -> None:
 
 def test_the_table_of_the_normal_distribution_is_exact_and_between_its_places_nearly_so() -> None:
     """Machines whose logarithms differ in the last bits get the same integers: none is near to the next one."""
-    inverse, table = NormalDist().inv_cdf, normal_table().double() * UNIT
+    inverse, table = NormalDist().inv_cdf, normal_table()[:-1].double() * UNIT
     places = [2.0 ** (i // 64 - 33) * (1 + i % 64 / 64) for i in range(2049)]
     values = torch.tensor([-inverse(place) for place in places], dtype=torch.float64)
     assert float((values - table).abs().max()) <= UNIT / 2

@@ -39,6 +39,7 @@ from shardwise.perf.suite.cases import (
     keyed,
     lookup,
     quantized,
+    rows,
     served,
     update,
 )
@@ -62,7 +63,8 @@ from shardwise.perf.suite.workloads import (
 )
 
 MODULES = {
-    "lookup": lookup, "update": update, "quantized": quantized, "jagged": jagged, "keyed": keyed, "served": served,
+    "lookup": lookup, "update": update, "rows": rows, "quantized": quantized, "jagged": jagged, "keyed": keyed,
+    "served": served,
 }  # fmt: skip
 ALL: list[Case] = [case for module in MODULES.values() for case in module.CASES]
 BY_NAME = {case.name: case for case in ALL}

@@ -18,7 +18,8 @@ from shardwise import DataType, ShardingEnv
 from shardwise.kernels import rule_named
 from shardwise.perf.compile.compiled import TARGETS
 from shardwise.planner.constants_measured import CARDS, NUMBERS, OFFERED, Constants, card_named
-from shardwise.planner.cost.shardwise import ShardwiseCost, block_bytes, distinct_ids, shares, step_bytes
+from shardwise.planner.cost.draws import distinct_ids, shares
+from shardwise.planner.cost.shardwise import ShardwiseCost, block_bytes, step_bytes
 from shardwise.planner.cost.ways import Way, ways_of
 from shardwise.planner.layout import split_rows
 from shardwise.planner.plan.planning import plan_tables

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from shardwise.planner.constraints import ParameterConstraints
 from shardwise.planner.cost.shardwise import ShardwiseCost
 from shardwise.planner.cost.ways import Way
 from shardwise.planner.errors import PlannerError, PlannerErrorType
+from shardwise.planner.layout import Tier
 from shardwise.planner.plan.advice import NoRoomError
 from shardwise.planner.plan.files import read_tables
 from shardwise.planner.plan.planned import Planned, Request
@@ -169,10 +171,24 @@ WRONG = {
         "table 'item': ranks=[0, 1] leaves ranks [0, 1], and sharding_types=['row_wise'] leaves row_wise",
     ),
     "a kernel that the type has not": (
-        {"item": ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused_uvm"])},
+        {"item": ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["ssd_virtual_table"])},
         PlannerErrorType.STRICT_CONSTRAINTS,
-        "table 'item': sharding_types=['row_wise'], compute_kernels=['fused_uvm'] leaves no way to place it:"
+        "table 'item': sharding_types=['row_wise'], compute_kernels=['ssd_virtual_table'] leaves no way to place it:"
         " without compute_kernels there would be row_wise (fused)",
+    ),
+    "a tier of a table that trains by its gradient": (
+        {"item": ParameterConstraints(compute_kernels=["dense"], tier=Tier(5))},
+        PlannerErrorType.INPUT_VALIDATION,
+        "table 'item': tier=5 slots over ram is for an optimizer in the backward, and compute_kernels are ['dense']",
+    ),
+    "a cache larger than its table": (
+        {
+            "item": ParameterConstraints(
+                compute_kernels=["fused_uvm_caching"], cache_params=SimpleNamespace(load_factor=2)
+            )
+        },
+        PlannerErrorType.INPUT_VALIDATION,
+        "cache_params.load_factor must be a share of the rows, from 0 to 1, got 2",
     ),
     "a group with a table that is cut": (
         {

@@ -373,7 +373,10 @@ def test_storages_from_numbers_alone_are_those_of_the_estimator() -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"kernel": "fused_uvm", "device": "cpu"}, "'t': compute_kernel 'fused_uvm' has no known bandwidth on cpu"),
+        (
+            {"kernel": "ssd_virtual_table", "device": "cpu"},
+            "'t': compute_kernel 'ssd_virtual_table' has no known bandwidth on cpu",
+        ),
         ({"batch_sizes": [1] * 9}, "'t': pooling_factors, num_poolings and batch_sizes must have one number for each"),
     ],
 )

@@ -11,16 +11,18 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings, strategies as st
 from jagged_batches import kjt as keyed
-from ranks import run_ranks
+from lone_ranks import lone_ranks
+from ranks import run_ranks, world_group
 from sharding_steps import blocks_of, handed_over, routed_step
 from torch import Tensor
 
-from shardwise import KeyedJaggedTensor
+from shardwise import KeyedJaggedTensor, RankFailure
 from shardwise.embeddings import OptimizerSpec
 from shardwise.planner import layout
 from shardwise.planner.layout import Shard
 from shardwise.sharding.comms.consensus import STEP_ERRORS, send_header
-from shardwise.sharding.comms.exchange import Exchange, Pending, _aliases, _device_of_objects, in_use, settle
+from shardwise.sharding.comms.exchange import Exchange, Pending, _aliases, _device_of_objects, hang_up, in_use, settle
+from shardwise.sharding.comms.watch import watch_over
 from shardwise.sharding.engine.route import Sending
 from shardwise.sharding.engine.routes import Routes, Table, plan_routes
 from shardwise.sharding.engine.wire import Receiving, pack_weight_gradients
@@ -93,6 +95,26 @@ def leave_without_waiting() -> tuple[bool, int]:
 def test_a_process_that_leaves_results_on_their_way_ends_at_once() -> None:
     """A training loop that was left with batches under way waited ten seconds at its exit."""
     assert run_ranks(2, leave_without_waiting) == [(True, 4), (True, 4)]
+
+
+def keep_the_failure() -> tuple[str, bool]:
+    """What rank 0 raises while rank 1 fails, and whether nothing is held though the error is kept."""
+    group = world_group()
+    watch = watch_over([group], 20, hang_up)
+    assert watch is not None
+    with pytest.raises((RankFailure, ZeroDivisionError)) as error, watch.over("a step"):
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError
+        Exchange(group).gather([7], CPU)
+    return error.typename, settle(2) and not _aliases
+
+
+@pytest.mark.ranks
+def test_a_process_that_keeps_the_failure_of_a_rank_ends_at_once() -> None:
+    """An uncaught RankFailure, whose traceback Python keeps to the end, made each process wait ten seconds at its exit:
+    a frame of it knew the collective, and the collective its tensors."""
+    ends = [rank.value for rank in lone_ranks(2, keep_the_failure)]
+    assert ends == [("RankFailure", True), ("ZeroDivisionError", True)]
 
 
 @pytest.mark.ranks

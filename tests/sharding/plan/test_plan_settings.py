@@ -392,7 +392,7 @@ def test_settings_of_caches_in_fused_params_make_the_tier_of_tables_that_have_on
     assert tier_in(model) == expected and tier_in(model, "b") is None
     if name != "enforce_hbm":
         # where nothing is below the device, what it asks for is so
-        with pytest.warns(UserWarning, match=f"fused_params: {name} have no effect: the plan has no table with rows be"):
+        with pytest.warns(UserWarning, match=f"fused_params: {name} have no effect: the plan has no table with rows"):
             sharded(collection(), {}, {name: value})
 
 

@@ -154,7 +154,11 @@ def test_constraints_pass_into_the_plan() -> None:
     [
         ({"t0": ParameterConstraints(pooling_factors=[1.0, 2.0, 3.0])}, "one number for each of its 2 features"),
         ({"t0": ParameterConstraints(sharding_types=["by_magic"])}, "sharding_types has 'by_magic'"),
-        ({"t0": ParameterConstraints(compute_kernels=["fused_uvm"])}, "leaves no way to place it"),
+        ({"t0": ParameterConstraints(compute_kernels=["ssd_virtual_table"])}, "leaves no way to place it"),
+        (
+            {"t0": ParameterConstraints(compute_kernels=["key_value"], cache_params=CacheParams(load_factor=2.0))},
+            "cache_params.load_factor must be a share of the rows",
+        ),
         ({"t0": ParameterConstraints(not_on=[0, 1, 2, 3])}, "leave no rank"),
     ],
 )

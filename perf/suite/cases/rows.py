@@ -1,0 +1,146 @@
+"""Cases of the suite: rows that move between slots and records, victims of a cache, first values of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels import initial_rows, lowest, move_rows
+from shardwise.kernels.rows.initial_rows import initial_rows_ref
+from shardwise.kernels.rows.lowest import lowest_ref
+from shardwise.kernels.rows.move_rows import layout_of, move_rows_ref
+from shardwise.perf.suite.case import Call, Case, Ready, Setting
+from shardwise.perf.suite.cases.lookup import CUDA, EVERY, INPUTS
+from shardwise.perf.suite.declared_rows import initial_rows_bytes, lowest_bytes, move_rows_bytes
+from shardwise.perf.suite.peers import peer_calls
+
+DIM = 128
+# slots, records and moves
+MOVED = {"small": (40, 100, 12), "cpu": (50_000, 200_000, 6500), "cuda": (1_000_000, 4_000_000, 100_000)}
+SLOTS = {"small": 300, "cpu": 1_000_000, "cuda": 10_000_000}
+# what a row has beside its weights: element states, numbers of the row
+STATES = {"sgd": (0, 0), "rowwise_adagrad": (0, 1), "adam": (2, 0)}
+
+
+def _size(setting: Setting) -> str:
+    return "small" if setting.small else setting.device
+
+
+def _ready(
+    setting: Setting,
+    ours: Sequence[Call],
+    theirs: Callable[[], Sequence[Call]],
+    check: Call,
+    nbytes: float,
+    floor: str,
+    notes: dict[str, object],
+    graph: bool = True,
+) -> Ready:
+    peers, trouble = peer_calls(setting, {"torch": theirs})
+    return Ready(ours, check, nbytes, floor, peers, graph=graph, notes={**notes, **trouble})
+
+
+def _move(setting: Setting, optimizer: str, ways: str) -> Ready:
+    slots, records, count = MOVED[_size(setting)]
+    generator = torch.Generator().manual_seed(0)
+    elements, numbers = STATES[optimizer]
+
+    def made(slots: int, records: int, device: str) -> tuple[list[Tensor], Tensor]:
+        parts = [torch.randn(slots, DIM, generator=generator) for _ in range(1 + elements)]
+        parts += [torch.randn(slots, generator=generator) for _ in range(numbers)]
+        held = torch.zeros(records, layout_of(parts).nbytes, dtype=torch.uint8)
+        # beside a GPU they are where a table's other rows are
+        return [part.to(device) for part in parts], held.pin_memory() if device == "cuda" else held
+
+    def drawn(slots: int, records: int, count: int, device: str) -> list[Tensor]:
+        places, nothing = torch.randperm(records, generator=generator), torch.full((count,), -1)
+        saves = places[:count] if ways != "load" else nothing
+        loads = places[count : 2 * count] if ways != "save" else nothing
+        return [t.to(device) for t in (torch.randperm(slots, generator=generator)[:count], saves, loads)]
+
+    parts, held = made(slots, records, setting.device)
+    inputs = [drawn(slots, records, count, setting.device) for _ in range(INPUTS)]
+
+    def check() -> None:
+        few, kept = made(*MOVED["small"][:2], setting.device)
+        numbers = drawn(*MOVED["small"], setting.device)
+        other, expected = [part.cpu() if part.is_cuda else part.clone() for part in few], kept.clone()
+        move_rows(few, kept, *numbers)
+        if setting.device == "cuda":
+            torch.cuda.synchronize()
+        move_rows_ref(other, expected, *(number.cpu() for number in numbers))
+        assert torch.equal(kept, expected), "records differ from the reference's"
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(few, other, strict=True)), "rows differ from the reference's"
+
+    traffic = move_rows_bytes(parts, *inputs[0])
+    return _ready(
+        setting, [partial(move_rows, parts, held, *numbers) for numbers in inputs],
+        lambda: [partial(move_rows_ref, parts, held, *numbers) for numbers in inputs], check, traffic.bytes_moved,
+        "every moved row read and written", {"slots": slots, "records": records, "moves": count},
+    )  # fmt: skip
+
+
+def _lowest(setting: Setting, keys: str) -> Ready:
+    slots = SLOTS[_size(setting)]
+
+    def drawn(slots: int, seed: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+        generator = torch.Generator().manual_seed(seed)
+        top = {"ages": 2**20, "counts": 64}[keys]
+        made = torch.randint(0, top, (slots,), generator=generator, dtype=torch.int32)
+        held = (torch.rand(slots, generator=generator) < 0.02).int()
+        # two tables, of which a twentieth goes
+        borders, counts = torch.tensor([0, slots // 4, slots]), torch.tensor([slots // 80, slots // 30])
+        return made.to(device), held.to(device), borders.to(device), counts.to(device), int(counts.sum())
+
+    inputs = [drawn(slots, seed, setting.device) for seed in range(INPUTS)]
+
+    def check() -> None:
+        expected = lowest_ref(*drawn(SLOTS["small"], 9, "cpu"))
+        assert torch.equal(lowest(*drawn(SLOTS["small"], 9, setting.device)).cpu(), expected), "other victims"
+
+    # what has to be read; a GPU's kernels do so six times
+    traffic = lowest_bytes(inputs[0][0], inputs[0][4], 1)
+    return _ready(
+        setting, [partial(lowest, *given) for given in inputs],
+        lambda: [partial(lowest_ref, *given) for given in inputs], check, traffic.bytes_moved,
+        "keys and holders once", {"slots": slots, "picked": inputs[0][4]},
+    )  # fmt: skip
+
+
+def _initial(setting: Setting, kind: str) -> Ready:
+    count = MOVED[_size(setting)][2]
+    seed = torch.tensor([7], device=setting.device)
+    inputs = [
+        torch.randint(0, 2**62, (count,), generator=torch.Generator().manual_seed(i)).to(setting.device)
+        for i in range(INPUTS)
+    ]
+    rest = (0, DIM, kind, -0.1, 0.1, torch.float32)
+
+    def check() -> None:
+        rows = inputs[0][:9]
+        expected = initial_rows_ref(rows.cpu(), seed.cpu(), *rest)
+        assert torch.equal(initial_rows(rows, seed, *rest).cpu(), expected), "other values"
+
+    traffic = initial_rows_bytes(inputs[0], torch.empty(count, DIM, device="meta"))
+    return _ready(
+        setting, [partial(initial_rows, rows, seed, *rest) for rows in inputs],
+        lambda: [partial(initial_rows_ref, rows, seed, *rest) for rows in inputs], check, traffic.bytes_moved,
+        "rows' numbers and their values once", {"rows": count},
+    )  # fmt: skip
+
+
+CASES: Sequence[Case] = (
+    *(
+        Case(
+            f"move_rows, {optimizer}, {words}", "rows", partial(_move, optimizer=optimizer, ways=ways),
+            EVERY if optimizer != "sgd" and ways == "both" else CUDA,
+        )
+        for optimizer in STATES
+        for ways, words in (("both", "both ways"), ("save", "out"), ("load", "in"))
+    ),
+    *(Case(f"lowest, {keys}", "rows", partial(_lowest, keys=keys), EVERY) for keys in ("ages", "counts")),
+    *(Case(f"initial_rows, {kind}", "rows", partial(_initial, kind=kind), EVERY) for kind in ("uniform", "normal")),
+)  # fmt: skip
