@@ -188,7 +188,13 @@ def trained(below: str, folder: str, ordered: bool) -> tuple[list[str], set[tupl
 def test_rows_come_on_their_own_stream_in_an_order_with_lookups_and_updates(below: str, tmp_path: Path) -> None:
     ((races, done),) = run_ranks(1, trained, below, str(tmp_path), True)
     assert not races
-    assert {("want_ids", "rows"), ("announce_ids", "rows"), ("save", "rows"), ("look up", "main"), ("update", "main")} <= done
+    assert {
+        ("want_ids", "rows"),
+        ("announce_ids", "rows"),
+        ("save", "rows"),
+        ("look up", "main"),
+        ("update", "main"),
+    } <= done
     # what a thread reads is put into its slots where it is looked up
     assert ("load", "rows" if below == "ram" else "main") in done
 
