@@ -1,6 +1,6 @@
 """What happens to a pipeline over cached tables happens to one over whole tables: to every bit, and every error.
 
-Takes 40 s: each case trains two models over two ranks.
+Takes a minute: each case trains two models over two ranks.
 """
 
 from __future__ import annotations
@@ -243,7 +243,9 @@ def differences(name: str, folder: str) -> tuple[list[str], int]:
     return different, sum(store.counts[0].misses for store in stores_of(model))
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in ("base", "lite") else []) for name in SCRIPTS]
+)
 def test_a_pipeline_over_cached_tables_does_what_one_over_whole_tables_does(name: str, tmp_path: Path) -> None:
     for different, misses in run_ranks(2, differences, name, str(tmp_path)):
         assert not different
