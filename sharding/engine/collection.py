@@ -596,7 +596,8 @@ class ShardedCollection(OneOp, WritableTables):
         """Whether a function of a module's tensors gives those of these tables as they are."""
         probes = [torch.zeros(1, dtype=group.flat.dtype, device=self.device) for group in self._tables.all_groups()]
         # share_memory_ gives the same tensor, elsewhere
-        return all(fn(probe) is probe and not (probe.is_cpu and probe.is_shared()) for probe in probes)
+        shared = any(fn(probe).is_cpu and probe.is_shared() for probe in probes)  # type: ignore[no-untyped-call]
+        return not shared and all(fn(probe) is probe for probe in probes)
 
 
 def _ready(collection: ShardedCollection, features: KeyedJaggedTensor | Exception) -> KeyedJaggedTensor | Exception:
