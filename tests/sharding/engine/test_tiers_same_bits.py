@@ -36,8 +36,8 @@ def same_as_whole(seed: int, optimizer: str, tier: Tier) -> int:
     return sum(counts.misses for group in model._tables.all_groups() for counts in group.store.counts)
 
 
-def rows_that_moving_reads() -> list[int]:
-    """Of a table that is moved to where it is, and to another type: what comes from below it."""
+def rows_that_moving_reads() -> int:
+    """What comes from below a table that is moved to where it is."""
     read = 0
 
     class Counted(HostRecords):
@@ -56,18 +56,15 @@ def rows_that_moving_reads() -> list[int]:
 
     mix = tiered(mixes.mix_of(0, pooled=True), Tier(2, below, max_slots=1.0))
     model = mixes.shard(mix, mixes.build(mix, "adagrad"), mixes.environment())
-    counts = []
-    for moved in (lambda: model.to("cpu"), model.bfloat16):
-        read = 0
-        moved()
-        counts.append(read)
-    return counts
+    read = 0
+    model.to("cpu")
+    return read
 
 
 def test_a_table_that_stays_where_it_is_brings_no_rows() -> None:
     """`DistributedModelParallel` moves every model to its device: the rows of all ranks' tables came for that, twice,
     into memory that a table larger than the device does not have."""
-    assert [bool(rows) for rows in run_ranks(1, rows_that_moving_reads)[0]] == [False, True]
+    assert run_ranks(1, rows_that_moving_reads) == [0]
 
 
 @pytest.mark.parametrize("world", [1, 2])
