@@ -177,7 +177,8 @@ class Tier:
 
     Args:
         slots: rows on the device at a time, all shards of a row range together: a number, or as a float a share of the
-            rows. None is as few as the batches in flight need.
+            rows. None is as few as the batches in flight need; in a constraint of our search, as many as pay best in
+            the memory that there is.
         below: "ram" (the host's memory, pinned where the device is CUDA), "file" (a scratch file in `folder`), or a
             function of (table name, rows, bytes of a record) that makes a `Backing`.
         folder: of scratch files, made where it is missing; on a local disk.
