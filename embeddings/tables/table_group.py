@@ -8,7 +8,7 @@ store says which slot holds which row: weights and all optimizer states of a row
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -107,6 +107,18 @@ class LookaheadStore(RowStore, Protocol):
 
     def holds(self, lease: Any) -> bool:
         """Whether a lease was not released yet."""
+        ...
+
+    def is_in_use(self) -> bool:
+        """Whether a batch holds rows, or was announced and has not come."""
+        ...
+
+    def follow(self, device: torch.device) -> None:
+        """The group's buffers are on another device by now, with what they had; no batch holds rows."""
+        ...
+
+    def chunks(self, table: int) -> Iterator[tuple[int, int]]:
+        """Row ranges [begin, end) that cover a table, each of bounded memory."""
         ...
 
     def read(self, table: int, begin: int, end: int) -> list[Tensor]:
@@ -327,14 +339,6 @@ class TableGroup:
             return self.view(table)
         return blank(self.flat, (self.tables[table].rows, self.tables[table].dim))
 
-    def shown_states(self, table: int) -> dict[str, Tensor]:
-        """`state_views`, with NaNs in the place of states of rows that are not all here."""
-        views = self.state_views(table)
-        if self.is_away:
-            rows = self.tables[table].rows
-            views = {k: v if k == "step" else blank(v, (rows, *v.shape[1:])) for k, v in views.items()}
-        return views
-
     def view(self, table: int) -> Tensor:
         """Table number `table` as [rows, dim] of the flat buffer."""
         return self.cut(self.flat, table)
@@ -394,14 +398,35 @@ class TableGroup:
     @torch.no_grad()
     def copy_from(self, table: int, source: TableGroup, source_table: int) -> None:
         """Copy the rows of a table of another group and, under the same optimizer, its states, steps and rate."""
-        self.view(table).copy_(source.view(source_table))
-        if self.optimizer is not None and self.optimizer == source.optimizer:
-            mine, theirs = self.state_views(table), source.state_views(source_table)
-            for name, view in mine.items():
-                if name != "step":
-                    view.copy_(theirs[name])
+        alike = self.optimizer is not None and self.optimizer == source.optimizer
+        for begin, end in self._chunks(table, source, source_table):
+            parts = source._rows_of(source_table, begin, end)
+            self._put_rows(table, begin, parts if alike else parts[:1])
+        if alike:
             self.step.copy_(source.step)
             self.set_lr(source.lr)
+
+    def _chunks(self, table: int, source: TableGroup, source_table: int) -> Iterator[tuple[int, int]]:
+        """The rows that `copy_from` copies at a time: all of them between tables that lie on the device."""
+        for group, number in ((source, source_table), (self, table)):
+            if group.lookahead is not None and group.is_away:
+                return iter(group.lookahead.chunks(number))
+        return iter([(0, self.tables[table].rows)])
+
+    def _rows_of(self, table: int, begin: int, end: int) -> list[Tensor]:
+        """Weights and states of rows [begin, end)."""
+        if self.lookahead is not None and self.is_away:
+            return self.lookahead.read(table, begin, end)
+        return [part[begin:end] for part in self._slots_of(table)]
+
+    def _put_rows(self, table: int, begin: int, parts: Sequence[Tensor]) -> None:
+        """Replace rows from `begin` on: weights, and states where they are given."""
+        own, rows = self._slots_of(table), torch.arange(begin, begin + parts[0].shape[0], device=self.device)
+        if self.lookahead is not None and self.is_away:
+            self.lookahead.write_rows(table, rows, [*parts, *[None] * (len(own) - len(parts))])
+            return
+        for target, part in zip(own, parts, strict=False):
+            target[begin : begin + part.shape[0]] = part
 
     def set_lr(self, lr: float) -> None:
         """Change the learning rate from the next update on, also inside a captured graph."""
@@ -409,12 +434,41 @@ class TableGroup:
         if self.optimizer is not None and "lr" in rule_named(self.optimizer.rule).hyper:
             self.hyper[list(rule_named(self.optimizer.rule).hyper).index("lr")].fill_(lr)
 
+    def require_movable(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Refuse what rows below the device cannot follow.
+
+        Raises:
+            ValueError: they would have another dtype, or be on meta.
+            RuntimeError: a batch that is under way holds rows that would move.
+        """
+        if self.lookahead is None or not self.is_away:
+            return
+        moved, names = fn(self.flat.new_empty(0)), ", ".join(table.name for table in self.tables)
+        if moved.dtype != self.flat.dtype:
+            raise ValueError(
+                f"tables {names}: have a tier, whose records are {self.flat.dtype}: they cannot become {moved.dtype};"
+                " save a checkpoint and load it into a model that is sharded with weights_precision"
+            )
+        if moved.is_meta:
+            raise ValueError(f"tables {names}: have a tier: rows below a device cannot be on meta")
+        if moved.device != self.device and self.lookahead.is_in_use():
+            raise RuntimeError(f"tables {names}: a batch under way holds rows that would move to {moved.device}")
+
     def move(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply what `nn.Module._apply` applies (`.to`, `.half`, `to_empty`) to the tables; states follow the device.
 
         Raises:
-            ValueError: tables would get a dtype in which they cannot train.
+            ValueError: tables would get a dtype in which they cannot train; or as `require_movable`.
         """
+        self.require_movable(fn)
+        if self.lookahead is not None and self.is_away:
+            device = fn(self.flat.new_empty(0)).device
+            if device != self.device:
+                # not by `fn`: rows that are here are all that there is of them
+                self.flat = self.flat.to(device)
+                self._place(device, fresh=False)
+                self.lookahead.follow(device)
+            return
         flat = fn(self.flat)
         if flat.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             names = ", ".join(table.name for table in self.tables)

@@ -83,10 +83,33 @@ class HostRecords:
         self._records[: before.shape[0]] = before
         release()
 
+    def pin(self) -> None:
+        """Have a GPU read and write them in place from now on.
+
+        Raises:
+            RuntimeError: CUDA does not lock so much memory, or there is none.
+        """
+        if not self.pinned:
+            self.pinned = True
+            self._release = weakref.finalize(self, _unpin, _pin(self._records))
+
     def close(self) -> None:
         """As `Backing` says."""
         self._records = torch.empty((0, self._records.shape[1]), dtype=torch.uint8, device="cpu")
         self._release()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> HostRecords:
+        copied = HostRecords(*self._records.shape, pinned=self.pinned)
+        copied._records.copy_(self._records)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"pinned": self.pinned, "records": self._records}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.pinned = state["pinned"]
+        self._records, self._release = self._take(*state["records"].shape)
+        self._records.copy_(state["records"])
 
     def _take(self, rows: int, record_bytes: int) -> tuple[Tensor, Callable[[], object]]:
         shape = (rows, record_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from .scratch import ScratchFile
 # rows whose reads are under way while those before them are copied: as many as a disk has any use for
 _AHEAD = 1024
 _PAGE = 1 << 12
+# that a copy of a file moves at once
+_COPIED_BYTES = 1 << 24
 
 
 class FileRecords:
@@ -90,6 +92,25 @@ class FileRecords:
         self._file.grow(rows * self._shape[1])
         self._shape = (rows, self._shape[1])
         self._memory = self._map() if self._mapped else None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> FileRecords:
+        """The same records in a file of its own, in the same folder."""
+        copied = FileRecords(
+            *self._shape, self._file.folder, name=self._file.name, how="mmap" if self._mapped else "pread"
+        )
+        step = max(1, _COPIED_BYTES // self._shape[1])
+        for begin in range(0, self._shape[0], step):
+            rows = torch.arange(begin, min(begin + step, self._shape[0]), device="cpu")
+            records = torch.empty((rows.numel(), self._shape[1]), dtype=torch.uint8, device="cpu")
+            self.read(rows, records)
+            copied.write(rows, records)
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"table {self._file.name!r}: its rows are in a scratch file, which is of this process alone and cannot be"
+            " pickled: save a checkpoint, or copy the model with copy.deepcopy"
+        )
 
     def close(self) -> None:
         """As `Backing` says."""

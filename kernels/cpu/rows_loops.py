@@ -12,13 +12,13 @@ from numba import float64, int64
 from numba.core import cgutils, types as numba_types
 from numba.extending import intrinsic
 
-from .njit import bits_of, compiled, f4, i4, i8, memcpy, prefetch
+from .njit import bits_of, compiled, f4, i4, i8, memcpy
 
 types: Any = numba_types
 _intrinsic: Any = intrinsic
 
 # moves whose memory is asked for before they are made, and bytes of a line of it
-_AHEAD, _LINE = 8, 64
+_AHEAD, _LINE = 12, 64
 # values of a digit, keys that are sampled, and the largest key
 _BINS, _SAMPLES, _MOST = 1 << 11, 256, (1 << 31) - 1
 
@@ -38,10 +38,27 @@ def _store_line(typing: Any, to: Any, source: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
+@_intrinsic
+def _prefetch(typing: Any, address: Any) -> Any:
+    """Ask for a line to the second level: fewer than a row has can be under way to the first."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        ir = cgutils.ir
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        )
+        read, second, data = (ir.Constant(number, n) for n in (0, 2, 1))
+        builder.call(function, [builder.inttoptr(args[0], byte), read, second, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 @compiled(inline=True)
 def _ask(address: int, nbytes: int) -> None:
     for at in range(0, nbytes, _LINE):
-        prefetch(address + at)
+        _prefetch(address + at)
 
 
 @compiled(inline=True)
@@ -89,7 +106,7 @@ def move(parts: int, count: int, records: int, record: int, slots: int, saves: i
         if ahead < moves and slot[ahead] >= 0:
             if save[ahead] >= 0:
                 # the others are written whole
-                prefetch(records + (save[ahead] + 1) * record - _LINE)
+                _prefetch(records + (save[ahead] + 1) * record - _LINE)
             if load[ahead] >= 0:
                 _ask(records + load[ahead] * record, record)
             for p in range(count):
@@ -155,7 +172,7 @@ def _last_key(near: Any, m: int, rest: int, bin: Any) -> Any:
             if near[i] >> (shift + 11) == prefix:
                 bin[np.uint64((near[i] >> shift) & (_BINS - 1))] += 1
         here = 0
-        while bin[here] < rest:
+        while here < _BINS - 1 and bin[here] < rest:
             rest -= bin[here]
             here += 1
         prefix = (prefix << 11) | here

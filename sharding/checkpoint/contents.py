@@ -22,6 +22,7 @@ from shardwise.embeddings import (
 )
 from shardwise.embeddings.collections.collection import TableCollection
 from shardwise.embeddings.optim.keyed_optimizer import OptimizerWrapper
+from shardwise.embeddings.tiers import RowPart, parts_of
 from shardwise.kernels import rule_named
 from shardwise.planner.layout import Shard, Span
 from shardwise.sharding.comms.agreement import exchange_device
@@ -50,12 +51,15 @@ class Home:
 
 @dataclass(frozen=True)
 class Cells:
-    """A tensor of a shard: [rows, columns], or [rows] numbers that were made of `columns`."""
+    """A tensor of a shard: [rows, columns], or [rows] numbers that were made of `columns`.
+
+    Of a table with a tier there is no tensor, but what reads and writes it chunk by chunk.
+    """
 
     state: str
     rows: Span
     columns: Span
-    tensor: Tensor
+    tensor: Tensor | RowPart
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class HeldTable:
     writer: bool
     device: torch.device
     group: dist.ProcessGroup | None = None
+    # whether rows may lie below the device, on any rank
+    tiered: bool = False
 
     @property
     def rule(self) -> str | None:
@@ -106,11 +112,11 @@ class HeldTable:
 
     def cells(self, home: Home) -> list[Cells]:
         """The tensors of one shard: its rows, then the states."""
-        shard, states = home.shard, home.group.state_views(home.number)
-        cells = [Cells(WEIGHT, shard.rows, shard.cols, home.group.view(home.number))]
-        for name, is_row in self.states.items():
+        shard, (weights, *states) = home.shard, parts_of(home.group, home.number)
+        cells = [Cells(WEIGHT, shard.rows, shard.cols, weights)]
+        for (name, is_row), state in zip(self.states.items(), states, strict=True):
             columns = (0, self.dim) if is_row and self.row_state == "table" else shard.cols
-            cells.append(Cells(name, shard.rows, columns, states[name]))
+            cells.append(Cells(name, shard.rows, columns, state))
         return cells
 
     def first_of_rows(self, shard: Shard) -> bool:
@@ -282,7 +288,7 @@ def _sharded(collection: ShardedCollection, below: str, link: Link) -> list[tupl
         held = HeldTable(
             below + collection.parameter_name(name), name, table.rows, table.dim, table.dtype, table.optimizer,
             table.options.row_state, bool(table.features), tuple(collection.states.shards[name]), homes, writer,
-            collection.device, env.process_group,
+            collection.device, env.process_group, table.options.tier is not None,
         )  # fmt: skip
         tables.append((held.name, _Table(held, collection.parameter(name))))
     return tables

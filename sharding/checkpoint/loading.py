@@ -6,8 +6,8 @@ First everything is checked on all ranks: names, shapes, dtypes, files, optimize
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.embeddings.optim.keyed_optimizer import KeyedOptimizer, _hyper_of
+from shardwise.embeddings.tiers import CachedRows, RowPart
 from shardwise.kernels import rule_named
 from shardwise.planner.layout import fingerprint
 from shardwise.sharding.engine.fully_sharded import whole_tables
@@ -47,7 +48,7 @@ class Fill:
     stored: Stored
     shift: tuple[int, ...]
     box: Box
-    target: Tensor
+    target: Tensor | RowPart
     place: Box
     share: float = 1.0
 
@@ -168,17 +169,16 @@ class _Work:
         """Change everything."""
         for leaf, name, states in self._made:
             leaf.put_states(name, states)
+        below: dict[tuple[CachedRows, int], list[Fill]] = {}
+        here: list[tuple[Fill, Tensor]] = []
         for fill in self._fills:
-            if fill.share != 1:
-                part_of(fill.target, fill.place, fill.box).zero_()
-        for fill in self._fills:
-            for part, block in self._files.blocks(fill.stored, within(fill.box, fill.shift)):
-                box = tuple((low + at, high + at) for (low, high), at in zip(part, fill.shift, strict=True))
-                place = part_of(fill.target, fill.place, box)
-                if fill.share == 1:
-                    place.copy_(block)
-                else:
-                    place.add_(block.to(place.device), alpha=fill.share)
+            if isinstance(fill.target, RowPart):
+                below.setdefault((fill.target.store, fill.target.table), []).append(fill)
+            else:
+                here.append((fill, fill.target))
+        self._fill(here)
+        for (store, table), fills in below.items():
+            self._fill_below(store, table, fills)
         for group, steps in self._steps:
             group.step.fill_(steps)
         for group, values in self._groups:
@@ -190,6 +190,37 @@ class _Work:
                 for key, value in self._matched.values.get(name, {}).items():
                     if leaf.optimizer.state.get(leaf.params[name]):
                         leaf.put_value(name, key, value)
+
+    def _fill(self, fills: Sequence[tuple[Fill, Tensor]]) -> None:
+        """Fill tensors, each of which is the target of its fill."""
+        for fill, target in fills:
+            if fill.share != 1:
+                part_of(target, fill.place, fill.box).zero_()
+        for fill, target in fills:
+            for part, block in self._files.blocks(fill.stored, within(fill.box, fill.shift)):
+                box = tuple((low + at, high + at) for (low, high), at in zip(part, fill.shift, strict=True))
+                place = part_of(target, fill.place, box)
+                if fill.share == 1:
+                    place.copy_(block)
+                else:
+                    place.add_(block.to(place.device), alpha=fill.share)
+
+    def _fill_below(self, store: CachedRows, table: int, fills: Sequence[Fill]) -> None:
+        """Fill a shard of a table with a tier, weights and states of some rows at a time."""
+        for begin, end in store.chunks(table):
+            parts = store.read(table, begin, end)
+            of_rows = []
+            for fill in fills:
+                assert isinstance(fill.target, RowPart)
+                first = fill.place[0][0]
+                rows = (first + begin, first + end)
+                shared = overlap((fill.box[0],), (rows,))
+                if shared is not None:
+                    target, box = parts[fill.target.part], (*shared, *fill.box[1:])
+                    of_rows.append((replace(fill, box=box, place=(rows, *fill.place[1:])), target))
+            if of_rows:
+                self._fill(of_rows)
+                store.write(table, begin, parts)
 
     def _table(self, name: str) -> list[Fill]:
         table, fills = self._contents.tables[name], []

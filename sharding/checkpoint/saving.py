@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._version import __version__
+from shardwise.embeddings.tiers import RowPart
 from shardwise.planner.layout import fingerprint
 from shardwise.sharding.comms.consensus import value_or_error
 from shardwise.sharding.comms.failures import agreed
@@ -21,12 +23,12 @@ from shardwise.sharding.engine.fully_sharded import whole_tables
 
 from .contents import Contents, Plain, contents_of, link_of
 from .errors import ERRORS, Link, agree
-from .files import write_tensors
+from .files import write_streams
 from .folder import Attempt
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, FileFacts, Manifest, Stored, TableFacts, require_json
 
 # what is written, and its address
-Part = tuple[Stored, Tensor]
+Part = tuple[Stored, Tensor | RowPart]
 # saves of this process that are under way or failed, by folder
 _under_way: dict[Path, Saving] = {}
 
@@ -80,7 +82,8 @@ def save(
 
     Every rank must see the same folder. A checkpoint is there whole or not at all, whatever dies when: files lie in a
     hidden folder until all are on the disk. Ranks hold nothing twice in memory, unless `asynchronous`; of FULLY_SHARDED
-    tables, whose parts are gathered first, a rank holds all of its shards meanwhile.
+    tables, whose parts are gathered first, a rank holds all of its shards meanwhile. Tables with a tier are read some
+    rows at a time, and have the files that they would have without it.
 
     Args:
         folder: where step folders are; made if it is not there. A second job that saves there at the same time is
@@ -94,7 +97,8 @@ def save(
             keys that are the same text in JSON, such as 1 and "1".
         keep_last: how many good checkpoints stay; None keeps all.
         asynchronous: copy everything to the CPU, return, and write in a thread. A failure is raised by `Saving.wait`,
-            or else by the next save. A save waits for the one before.
+            or else by the next save. A save waits for the one before. It has no effect on a model with tables that have
+            a tier, of which no copy has room: a warning says so.
 
     Raises:
         ValueError, TypeError: something cannot be saved; names it.
@@ -105,7 +109,7 @@ def save(
     """
     folder, link = Path(folder).absolute(), link_of(model)
 
-    def prepare() -> tuple[tuple[Manifest, list[Part]], int]:
+    def prepare() -> tuple[tuple[Manifest, list[Part], list[str]], int]:
         before = _under_way.pop(folder, None)
         if before is not None:
             before.wait()
@@ -120,15 +124,21 @@ def save(
         shards = [shard for table in contents.tables.values() for shard in table.shards]
         # replicas of tables (2D) have equal shards too
         number = fingerprint(shards, (step, *names, *contents.dense))
-        return (described, parts), number
+        return (described, parts, [name for name, table in contents.tables.items() if table.tiered]), number
 
     # memory that a part of each replica is gathered in goes again at the end
     with whole_tables(model):
-        described, parts = agree(link, prepare)
+        described, parts, tiered = agree(link, prepare)
         attempt = _begin(folder, step, link)
         found = Saving(attempt.target)
-        if asynchronous:
-            parts = [(stored, tensor.detach().to("cpu", copy=True)) for stored, tensor in parts]
+        if asynchronous and tiered:
+            warnings.warn(
+                f"asynchronous=True has no effect: tables {tiered} have tiers, and no copy of their rows has room while"
+                " training changes them: the save is over when it returns",
+                stacklevel=2,
+            )
+        if asynchronous and not tiered:
+            parts = [(stored, part.detach().to("cpu", copy=True)) for stored, part in parts if isinstance(part, Tensor)]
             found._thread = threading.Thread(
                 target=found._run,
                 args=(lambda: write(attempt, described, parts, keep_last),),
@@ -188,7 +198,7 @@ def write(attempt: Attempt, described: Manifest, parts: Sequence[Part], keep_las
     file = attempt.data / f"rank-{attempt.rank:05d}.safetensors"
     try:
         try:
-            facts = write_tensors(file, parts) if parts else None
+            facts = write_streams(file, [(stored, _blocks(part)) for stored, part in parts]) if parts else None
             steps = {name: table.steps for name, table in described.tables.items()}
             attempt.report(_as_json(facts, [stored for stored, _ in parts], steps))
             attempt.settle(lambda reports: compose(described, reports), keep_last)
@@ -241,6 +251,10 @@ def _as_json(file: FileFacts | None, tensors: Sequence[Stored], steps: Mapping[s
         ],
         "steps": dict(steps),
     }  # fmt: skip
+
+
+def _blocks(part: Tensor | RowPart) -> Iterable[Tensor]:
+    return part.blocks() if isinstance(part, RowPart) else [part]
 
 
 def _begin(folder: Path, step: int, link: Link) -> Attempt:

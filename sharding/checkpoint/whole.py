@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from shardwise.embeddings.tiers import chunks_of, parts_of
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.engine.fully_sharded import whole_tables
 from shardwise.sharding.engine.state import part_of
 
-from .contents import HeldTable, contents_of, link_of
+from .contents import HeldTable, Home, contents_of, link_of
 from .errors import agree
 from .files import TensorFiles, check_checksum, row_blocks
 from .loading import box_of, within
@@ -54,7 +55,7 @@ def _gathered(table: HeldTable) -> Tensor:
             continue
         place = part_of(whole, ((0, table.rows), (0, table.dim)), (shard.rows, shard.cols))
         for low, high in row_blocks((0, shard.rows[1] - shard.rows[0]), width * table.dtype.itemsize):
-            block = homes[shard].group.view(homes[shard].number)[low:high] if shard in homes else None
+            block = _rows_of(homes[shard], low, high) if shard in homes else None
             if shard.replica or exchange.alone:
                 assert block is not None
                 place[low:high] = block.cpu()
@@ -64,13 +65,21 @@ def _gathered(table: HeldTable) -> Tensor:
             send = (
                 torch.empty(0, dtype=table.dtype, device=table.device)
                 if block is None
-                else block.reshape(-1).repeat(world)
+                else block.reshape(-1).to(table.device).repeat(world)
             )
             sizes = [size if rank == shard.rank else 0 for rank in range(world)]
             came = exchange.numbers(send, [0 if block is None else size] * world, sizes).wait()
             # numbers [(high - low) * width] from the owner, none from the others
             place[low:high] = came.cpu().view(high - low, width)
     return whole
+
+
+def _rows_of(home: Home, low: int, high: int) -> Tensor:
+    """Rows [low, high) of a shard; of a table with a tier on the CPU."""
+    rows = parts_of(home.group, home.number)[0]
+    if isinstance(rows, Tensor):
+        return rows[low:high]
+    return torch.cat([rows.read(*chunk) for chunk in chunks_of(rows.store, rows.table, low, high)])
 
 
 def _of_files(path: Path) -> dict[str, Tensor]:

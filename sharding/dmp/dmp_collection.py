@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.embeddings.tiers import CachedRows
+
 from ..comms.env import ShardingEnv, ShardingEnv2D, ShardingStrategy
 from ..comms.exchange import Exchange
 from ..engine.collection import ShardedCollection
 from ..engine.fully_sharded import FullyShardedShards, whole_tables
+from ..engine.tiers import share_first_rows
 from ..plan.module_sharder import ModuleSharder
 from ..plan.plan import ShardingPlan
 from .data_parallel import DataParallelWrapper
@@ -136,6 +139,8 @@ class DMPCollection(DistributedModelParallel):
             for collection, env_of_collection in self._replicas:
                 for tensor in _weights(collection):
                     exchanges[id(env_of_collection)].broadcast(tensor)
+                for store, number in _tiered(collection):
+                    share_first_rows(store, number, exchanges[id(env_of_collection)])
         if custom_all_reduce is not None:
             self._warn_of_hook()
         if rs_awaitable_hook_module is not None:
@@ -178,7 +183,8 @@ class DMPCollection(DistributedModelParallel):
     def sync(self, include_optimizer_state: bool = True) -> None:
         """Make every replica's tables the mean of all; their optimizer states too, unless asked not to.
 
-        One all-reduce for each dtype of weights, and one of states. All ranks call this together, after a step.
+        One all-reduce for each dtype of weights, and one of states; of tables with a tier one of each for some rows at
+        a time, whichever of them are on the device of each replica. All ranks call this together, after a step.
         Replicas have equal bits afterwards, but for states if these are left out. Tables that are FULLY_SHARDED are the
         mean already, and are left out.
         """
@@ -190,6 +196,9 @@ class DMPCollection(DistributedModelParallel):
                 self._average([tensor for collection in collections for tensor in _weights(collection)], env)
                 if include_optimizer_state:
                     self._average([tensor for collection in collections for tensor in _states(collection)], env)
+                for collection in collections:
+                    for store, number in _tiered(collection):
+                        self._average_below(store, number, env, states=include_optimizer_state)
 
     def set_all_reduce_hook(self, reduce_hook: AllReduce) -> None:
         """Let `reduce_hook` average tensors in `sync`, in place: it is called with those of one dtype at a time.
@@ -213,6 +222,18 @@ class DMPCollection(DistributedModelParallel):
             return
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             self._custom_all_reduce([tensor for tensor in tensors if tensor.dtype == dtype])
+
+    @torch.no_grad()
+    def _average_below(self, store: CachedRows, number: int, env: ShardingEnv2D, *, states: bool) -> None:
+        """Average all rows of a table with a tier: replicas cut it into the same chunks."""
+        for begin, end in store.chunks(number):
+            parts = store.read(number, begin, end)
+            kept = len(parts) if states else 1
+            # contiguous, on the device on which ranks talk
+            alike = [part.contiguous().to(store.residency.device) for part in parts[:kept]]
+            self._average(alike[:1], env)
+            self._average(alike[1:], env)
+            store.write(number, begin, [*alike, *[None] * (len(parts) - kept)])
 
     def _parts(self) -> list[FullyShardedShards]:
         """Of all collections of which each replica keeps a part."""
@@ -251,11 +272,18 @@ def _env_of_sharded(collection: ShardedCollection) -> ShardingEnv2D:
 
 def _weights(collection: ShardedCollection) -> list[Tensor]:
     # replicated tables that are trained by their gradient are dense layers, and equal on all ranks
-    return [group.flat for group in collection.shards.averaged_groups()]
+    return [group.flat for group in collection.shards.averaged_groups() if not group.is_away]
 
 
 def _states(collection: ShardedCollection) -> list[Tensor]:
-    return [state for group in collection.shards.averaged_groups() for state in group.states]
+    return [state for group in collection.shards.averaged_groups() if not group.is_away for state in group.states]
+
+
+def _tiered(collection: ShardedCollection) -> list[tuple[CachedRows, int]]:
+    """Tables with a tier on this rank: the store of each, and its number there."""
+    groups = collection.shards.averaged_groups()
+    stores = [group.store for group in groups if isinstance(group.store, CachedRows) and group.is_away]
+    return [(store, number) for store in stores for number in range(len(store.specs))]
 
 
 def _require_hook(module: nn.Module, name: str, envs: Sequence[ShardingEnv2D]) -> None:

@@ -10,7 +10,7 @@ Shapes: a flat buffer [n] of a table group, or a state of it, is W pieces [ceil(
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -264,6 +264,10 @@ class FullyShardedShards(LocalShards):
                     for part in gathered:
                         part.release()
                     self._blank()
+
+    def assembled(self, *, keep: bool = False) -> AbstractContextManager[None]:
+        """As `whole`."""
+        return self.whole(keep=keep)
 
     def _rows(self, *, replicated: bool) -> list[_Part]:
         """The weights of cut tables, or of those that each rank of a sharding group has whole."""

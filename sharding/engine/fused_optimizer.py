@@ -14,9 +14,8 @@ from shardwise.embeddings.tables.row_sums import add_powers, root_of
 
 from ..comms.env import ShardingEnv2D
 from ..comms.exchange import Exchange
-from .fully_sharded import blank_like
 from .shards import LocalShards
-from .state import States, Value, copied, publish, take
+from .state import States, Value, copied, hidden, publish, take
 
 
 class ShardedFusedOptimizer(FusedOptimizer):
@@ -76,11 +75,11 @@ class ShardedFusedOptimizer(FusedOptimizer):
         return root_of(power, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
-        """As `FusedOptimizer.state_dict`: live, but copies where replicas keep parts of the tables (FULLY_SHARDED)."""
+        """As `FusedOptimizer.state_dict`: live, but copies of FULLY_SHARDED tables, and of those with a tier (CPU)."""
         if not any(map(self._shards.is_away, self._values.tables)):
             return super().state_dict()
         self._away = {name for name in self._values.tables if self._shards.is_away(name)}
-        with self._shards.whole():
+        with self._shards.assembled():
             try:
                 published = super().state_dict()
             finally:
@@ -108,7 +107,7 @@ class ShardedFusedOptimizer(FusedOptimizer):
             value = copied(value)
         elif self._shards.is_away(table) and value.dtype.is_floating_point:
             # the numbers are away, and no more than their shape can be seen
-            return blank_like(value.local[0][1], value.size)
+            return hidden(value)
         return publish(value, self._values.env)
 
     def _prepare_states(self, theirs: Mapping[str, Any]) -> Callable[[], None]:
@@ -121,12 +120,12 @@ class ShardedFusedOptimizer(FusedOptimizer):
         def check() -> list[Callable[[], None]]:
             return [fill for table in here for fill in self._fills(table, theirs)]
 
-        fills, away = check(), any(map(self._shards.is_away, self._values.tables))
+        fills = check()
 
         def fill() -> None:
-            with self._shards.whole(keep=True):
-                # tables that were away are others now
-                for fill in check() if away else fills:
+            with self._shards.assembled(keep=True):
+                # tables that were in parts are others now
+                for fill in check() if self._shards.fully_sharded else fills:
                     fill()
 
         return fill

@@ -1,19 +1,22 @@
 """Sharded tables go over to another plan in place: weights, optimizer states, counts of steps and learning rates.
 
-Each rank sends the rectangles in which its old shards meet new shards of others, one exchange a table. Numbers travel
-as fp32, which holds every weight as it is. A state per row belongs to the columns that it was made of: it moves as it
-is where the new plan has numbers for the same columns, and is averaged over columns only where `resplit` says so.
+Each rank sends the rectangles in which its old shards meet new shards of others, one exchange a table; tables with a
+tier, before or after, go some rows at a time. Numbers travel as fp32, which holds every weight as it is. A state per
+row belongs to the columns that it was made of: it moves as it is where the new plan has numbers for the same columns,
+and is averaged over columns only where `resplit` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from shardwise.embeddings import TableGroup
+from shardwise.embeddings.tiers import CachedRows, parts_of
 from shardwise.errors import RefusedValueError
 from shardwise.kernels import rule_named
 
@@ -24,11 +27,16 @@ from ..plan.caches import asked_tier
 from ..plan.plan import ParameterSharding, options_of, shards_of
 from .fully_sharded import FullyShardedShards
 from .routes import Routes, Table
-from .state import Box, States, overlap
+from .state import Box, States, overlap, part_of
 from .tables import LocalTables, facts_of_replicas
+from .tiers import require_tiers
 
 if TYPE_CHECKING:
     from .collection import ShardedCollection
+
+
+# of a table with a tier: numbers of whole rows that go over at a time
+_CHUNK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ def reshard(
 
     Args:
         shards: of all tables.
-        options: of tables whose options change.
+        options: of tables whose options change; without a `tier` all rows of such a table are on the device.
         resplit: "mean" gives a column block whose rows have no number of their own yet (of a rule that keeps one a row)
             the mean over its columns of the numbers that these had.
 
@@ -145,8 +153,11 @@ def _go_over(
             raise ValueError("gradients wait for a step: call step() or zero_grad() of the fused optimizer first")
         tables = [replace(table, options=_options(table, options.get(name))) for name, table in old.tables.items()]
         routes, facts = collection._plan(tables, shards)
+        outside = [t.name for t in tables if t.optimizer is None and collection.parameter(t.name).requires_grad]
+        require_tiers(tables, outside, device, fully_sharded=collection._replicas is not None)
         local_tables = LocalTables(routes, old.env.rank, device, collection._policy, None)
         local_tables.matrices()
+        local_tables.attach_stores()
         new = States(routes, local_tables, old.env)
         for name, table in new.tables.items():
             stays = old.is_replicated(name) and new.is_replicated(name) or old.shards[name] == new.shards[name]
@@ -171,8 +182,8 @@ def _go_over(
         }
 
     (routes, local_tables, new), number = agree(exchange, device, make)
-    before = collection.shards
-    with before.whole():
+    before, stores = collection.shards, collection._tables.stores()
+    with before.assembled():
         _carry_steps(old, new, routes, exchange, device)
         for name in new.tables:
             _carry(name, old, new, exchange, device)
@@ -182,6 +193,8 @@ def _go_over(
         collection.shards.defers = before.defers
         collection.shards.spread()
     collection.fused_optimizer.follow_plan(collection.shards, collection.states)
+    for store in stores:
+        store.close()
 
 
 def _options_of(table: Table, sharding: ParameterSharding) -> TableOptions:
@@ -196,7 +209,7 @@ def _options(table: Table, changed: TableOptions | None) -> TableOptions:
     if changed is None:
         return table.options
     # a table trains as it did: the kernel of a plan says nothing here
-    options = replace(changed.over(table.options), dense=table.options.dense)
+    options = replace(changed.over(table.options), dense=table.options.dense, tier=changed.tier)
     for what in ("stochastic_rounding", "weights_precision"):
         before, after = getattr(table.options, what), getattr(options, what)
         if what == "stochastic_rounding" and before is None:
@@ -242,17 +255,79 @@ def moves_of(name: str, old: States, new: States) -> list[Move]:
     return moves
 
 
+class _OpenRows:
+    """What this rank's shards of a table have in some of its rows: views, and of tables with a tier copies.
+
+    Of a table that is `new` the copies begin as zeros, and `close` writes them.
+    """
+
+    def __init__(self, name: str, states: States, rows: Span, *, new: bool) -> None:
+        self._new = new
+        self._of: dict[Shard, tuple[Span, list[Tensor]]] = {}
+        self._stored: list[tuple[CachedRows, int, int, list[Tensor]]] = []
+        for shard, group, number in states.homes(name):
+            shared = overlap((shard.rows,), (rows,))
+            if shared is not None:
+                begin, end = (row - shard.rows[0] for row in shared[0])
+                self._of[shard] = shared[0], self._open(group, number, begin, end)
+
+    def _open(self, group: TableGroup, number: int, begin: int, end: int) -> list[Tensor]:
+        store = group.store
+        if not isinstance(store, CachedRows) or not group.is_away:
+            return [part[begin:end] for part in parts_of(group, number) if isinstance(part, Tensor)]
+        if not self._new:
+            return store.read(number, begin, end)
+        layout = store.layouts[number]
+        parts = layout.views(layout.empty(end - begin))
+        self._stored.append((store, number, begin, parts))
+        return parts
+
+    def parts(self, shard: Shard, box: Box) -> list[Tensor]:
+        """What a shard has in a box: of cells weights and states, of rows alone states per row."""
+        rows, tensors = self._of[shard]
+        return [part_of(t, (rows, shard.cols)[: t.dim()], box) for t in tensors if t.dim() == len(box)]
+
+    def close(self) -> None:
+        """Have what was written to `parts` in the tables."""
+        for store, number, begin, parts in self._stored:
+            store.write(number, begin, parts)
+
+
+def _row_ranges(name: str, old: States, new: States) -> Iterator[Span]:
+    """The rows of a table that go over at a time: all of them where they lie on the device before and after."""
+    table = new.tables[name]
+    if old.tables[name].options.tier is None and table.options.tier is None:
+        yield 0, table.rows
+        return
+    states = () if table.optimizer is None else rule_named(table.optimizer.rule).kinds
+    step = max(1, _CHUNK_BYTES // max(64, 4 * table.dim * (1 + len(states))))
+    for begin in range(0, table.rows, step):
+        yield begin, min(begin + step, table.rows)
+
+
 @torch.no_grad()
 def _carry(name: str, old: States, new: States, exchange: Exchange, device: torch.device) -> None:
     """Have a table's numbers go from its old shards into the new ones; all ranks together."""
-    rank, moves = old.env.rank, moves_of(name, old, new)
+    moves = moves_of(name, old, new)
+    for rows in _row_ranges(name, old, new):
+        clipped = [(move, overlap((move.box[0],), (rows,))) for move in moves]
+        of_rows = [replace(move, box=(*shared, *move.box[1:])) for move, shared in clipped if shared is not None]
+        sources, targets = _OpenRows(name, old, rows, new=False), _OpenRows(name, new, rows, new=True)
+        _carry_rows(of_rows, sources, targets, exchange, device)
+        targets.close()
+
+
+def _carry_rows(
+    moves: Sequence[Move], old: _OpenRows, new: _OpenRows, exchange: Exchange, device: torch.device
+) -> None:
+    rank = exchange.rank
     # for each rank: views of what it gets, and how much of what comes from it belongs together
     pieces: list[list[Tensor]] = [[] for _ in range(exchange.world_size)]
     sizes: list[list[int]] = [[] for _ in range(exchange.world_size)]
     arriving: list[tuple[Tensor, Move]] = []
     for move in moves:
         if move.source.rank == rank:
-            pieces[move.target.rank] += old.parts(move.source, move.box)
+            pieces[move.target.rank] += [part.to(device) for part in old.parts(move.source, move.box)]
         if move.target.rank == rank:
             places = new.parts(move.target, move.box)
             sizes[move.source.rank] += [place.numel() for place in places]
@@ -267,7 +342,7 @@ def _carry(name: str, old: States, new: States, exchange: Exchange, device: torc
         if move.share == 1:
             place.copy_(piece)
         else:
-            place.add_(piece, alpha=move.share)
+            place.add_(piece.to(place.device), alpha=move.share)
 
 
 def _carry_steps(old: States, new: States, routes: Routes, exchange: Exchange, device: torch.device) -> None:

@@ -13,24 +13,28 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.embeddings import TableGroup
+from shardwise.embeddings.tables.table_layout import blank
+from shardwise.embeddings.tiers import RowPart, parts_of
 from shardwise.errors import RefusedStateError
 
 from ...planner.layout import Shard, Span
 from ..comms.env import ShardingEnv
 from .routes import Routes
-from .row_state import states_of
 
 if TYPE_CHECKING:
     from .collection import ShardedCollection
     from .tables import Home, LocalTables
 
 Box = tuple[Span, ...]
+# numbers of a shard: a view, or of tables with a tier what reads and writes them chunk by chunk
+Numbers: TypeAlias = Tensor | RowPart
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of `size` that lies in pieces over the ranks; `local` has this rank's, as views.
+    """A tensor of `size` that lies in pieces over the ranks; `local` has this rank's, as views or `RowPart`.
 
     Where it is `replicated` each rank has all of it, and `local` one or more copies. `rows` is the table's number of
     rows where the value has numbers per row, and `alike` says that those of all strips are the same.
@@ -51,12 +55,16 @@ class Value:
 
     size: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    local: tuple[tuple[Piece, Tensor], ...]
+    local: tuple[tuple[Piece, Numbers], ...]
     dtype: torch.dtype
     device: torch.device
     replicated: bool = False
     rows: int | None = None
     alike: bool = False
+
+    def tensors(self) -> list[tuple[Piece, Tensor]]:
+        """What is local, where nothing of it lies below the device."""
+        return [(piece, numbers) for piece, numbers in self.local if isinstance(numbers, Tensor)]
 
 
 class States:
@@ -98,24 +106,24 @@ class States:
         table = self.tables[name]
         pieces = tuple(Piece(shard.rank, (shard.rows, shard.cols)) for shard in self.shards[name])
         local = tuple(
-            (Piece(shard.rank, (shard.rows, shard.cols)), group.shown(number))
+            (Piece(shard.rank, (shard.rows, shard.cols)), parts_of(group, number)[0])
             for shard, group, number in self.homes(name)
         )
-        return Value((table.rows, table.dim), pieces, local, table.dtype, self._tables.device, self.is_replicated(name))
+        device = torch.device("cpu") if self._is_below(name) else self._tables.device
+        return Value((table.rows, table.dim), pieces, local, table.dtype, device, self.is_replicated(name))
+
+    def _is_below(self, name: str) -> bool:
+        """Whether a table's numbers are read and written through a store, on the CPU."""
+        homes = self.homes(name)
+        return homes[0][1].is_away if homes else self.tables[name].options.tier is not None
 
     def states(self, name: str) -> dict[str, Value]:
         """A table's optimizer states by TorchRec's names; none of a table without rows on this rank."""
-        of_shards = [group.shown_states(number) for _, group, number in self.homes(name)]
+        of_shards = [_states_of(group, number) for _, group, number in self.homes(name)]
         keys = of_shards[0] if of_shards else ()
         return {key: self._state(name, key, [views[key] for views in of_shards]) for key in keys}
 
-    def parts(self, shard: Shard, box: Box) -> list[Tensor]:
-        """Views of what this rank's shard has in a box: of cells weights and states, of rows alone states per row."""
-        group, number = next((group, number) for home, group, number in self.homes(shard.table) if home == shard)
-        tensors = [group.view(number), *states_of(group, number)]
-        return [part_of(t, (shard.rows, shard.cols)[: t.dim()], box) for t in tensors if t.dim() == len(box)]
-
-    def _state(self, name: str, key: str, views: Sequence[Tensor]) -> Value:
+    def _state(self, name: str, key: str, views: Sequence[Numbers]) -> Value:
         """A state of which `views` are the parts in this rank's shards."""
         table, weight, first = self.tables[name], self.weight(name), views[0]
         if key == "step":
@@ -141,6 +149,13 @@ class States:
         )  # fmt: skip
 
 
+def _states_of(group: TableGroup, number: int) -> dict[str, Numbers]:
+    """A table's optimizer states by TorchRec's names."""
+    views = group.state_views(number)
+    numbers = iter(parts_of(group, number)[1:])
+    return {name: view if name == "step" else next(numbers) for name, view in views.items()}
+
+
 def overlap(a: Box, b: Box) -> Box | None:
     """What two boxes share, or None."""
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
@@ -154,18 +169,31 @@ def part_of(tensor: Tensor, box: Box, part: Box) -> Tensor:
 
 def publish(value: Value, env: ShardingEnv) -> Tensor:
     """The value as others see it: live, but where one process without a process group holds several column blocks."""
-    if value.replicated or (env.process_group is None and len(value.local) == 1):
-        return value.local[0][1]
+    local = value.tensors()
+    assert len(local) == len(value.local), "what lies below is copied before it is published"
+    if value.replicated or (env.process_group is None and len(local) == 1):
+        return local[0][1]
     if env.process_group is None:
-        whole = value.local[0][1].new_empty(value.size)
-        _fill([(tuple((0, n) for n in value.size), whole)], [(piece.box, tensor) for piece, tensor in value.local])
+        whole = local[0][1].new_empty(value.size)
+        _fill([(tuple((0, n) for n in value.size), whole)], [(piece.box, tensor) for piece, tensor in local])
         return whole
     return _dtensor(value, env) if env.output_dtensor else _sharded_tensor(value, env)
 
 
 def copied(value: Value) -> Value:
-    """The value in memory of its own."""
-    return replace(value, local=tuple((piece, tensor.detach().clone()) for piece, tensor in value.local))
+    """The value in memory of its own, which is the host's where rows lie below the device."""
+    return replace(
+        value,
+        local=tuple(
+            (piece, numbers.whole() if isinstance(numbers, RowPart) else numbers.detach().clone())
+            for piece, numbers in value.local
+        ),
+    )
+
+
+def hidden(value: Value) -> Tensor:
+    """NaNs in the place of a value that is away."""
+    return blank(torch.empty(0, dtype=value.dtype, device=value.device), value.size)
 
 
 def _even_dim(value: Value, world_size: int) -> int | None:
@@ -191,13 +219,13 @@ def _dtensor(value: Value, env: ShardingEnv) -> Tensor:
         from ..plan.local_shards import LocalShardsWrapper
 
         boxes = [[low for low, _ in piece.box] for piece, _ in value.local]
-        local: Tensor = LocalShardsWrapper([tensor for _, tensor in value.local], boxes, dtype=value.dtype)
+        local: Tensor = LocalShardsWrapper([tensor for _, tensor in value.tensors()], boxes, dtype=value.dtype)
         # the last dimension that is cut; a value that one rank holds is replicated in TorchRec's words
         cut = [d for piece in value.pieces for d, span in enumerate(piece.box) if span != (0, value.size[d])]
         placement = Along(max(cut)) if cut else Replicate()
     else:
         empty = [0 if d == dim else n for d, n in enumerate(value.size)]
-        local = value.local[0][1] if value.local else torch.empty(empty, dtype=value.dtype, device=value.device)
+        local = value.tensors()[0][1] if value.local else torch.empty(empty, dtype=value.dtype, device=value.device)
         placement = Along(dim)
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
 
@@ -221,7 +249,7 @@ def _sharded_tensor(value: Value, env: ShardingEnv) -> Tensor:
 
     pieces = [described(piece) for piece in value.pieces]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        [LocalShard(tensor, described(piece)) for piece, tensor in value.local],
+        [LocalShard(tensor, described(piece)) for piece, tensor in value.tensors()],
         ShardedTensorMetadata(pieces, torch.Size(value.size), TensorProperties(dtype=value.dtype)),
         process_group=env.process_group,
         sharding_spec=EnumerableShardingSpec(pieces),
@@ -259,12 +287,13 @@ def take_over(collection: ShardedCollection) -> None:
 def publish_weights(collection: ShardedCollection, destination: dict[str, Any], prefix: str, _: Any) -> None:
     """After `state_dict`: the cut tables of a collection as others see them, in place of this rank's parameters.
 
-    Live views, but copies where replicas keep parts of the tables, whose memory goes again.
+    Live views, but copies where replicas keep parts of the tables, whose memory goes again, and on the CPU of tables
+    with a tier.
     """
     take_over(collection)
     states = collection.states
     away = {name for name in states.tables if collection.shards.is_away(name)}
-    with collection.shards.whole():
+    with collection.shards.assembled():
         for name in states.tables:
             apart = name in away
             key = f"{prefix}{collection.parameter_name(name)}"
@@ -275,7 +304,7 @@ def publish_weights(collection: ShardedCollection, destination: dict[str, Any], 
 
 def take_weights(collection: ShardedCollection, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before `load_state_dict`: fill this rank's tables, which then load what they have."""
-    with collection.shards.whole(keep=True):
+    with collection.shards.assembled(keep=True):
         for name, fill in check_weights(collection, state_dict, prefix).items():
             fill()
             # the very parameter, also with assign=True
@@ -352,12 +381,18 @@ def take(what: str, value: Value, given: Any, env: ShardingEnv, *, resplit: str 
 
 
 @torch.no_grad()
-def _fill(targets: Sequence[tuple[Box, Tensor]], sources: Sequence[tuple[Box, Tensor]]) -> None:
+def _fill(targets: Sequence[tuple[Box, Numbers]], sources: Sequence[tuple[Box, Tensor]]) -> None:
     for place, target in targets:
         for box, source in sources:
             shared = overlap(place, box)
-            if shared is not None:
-                part_of(target, place, shared).copy_(part_of(source.detach(), box, shared))
+            if shared is None:
+                continue
+            values = part_of(source.detach(), box, shared)
+            if isinstance(target, RowPart):
+                within = zip(shared, place, strict=True)
+                target.put(tuple((low - begin, high - begin) for (low, high), (begin, _) in within), values)
+            else:
+                part_of(target, place, shared).copy_(values)
 
 
 def local_pieces(value: Any) -> list[tuple[Box, Tensor]]:

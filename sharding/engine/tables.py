@@ -32,7 +32,7 @@ from ..comms.agreement import MAY_DIFFER
 from ..comms.exchange import Exchange
 from .routes import Group, Routes, Serving, Table
 from .settings import dtype_named
-from .tiers import broadcast_below, cached_rows, fill_below, slots_of
+from .tiers import begin_lazily, cached_rows, fill_below, is_lazy, share_first_rows, slots_of
 
 # an optimizer class and its keyword arguments
 Mark: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, Any]]
@@ -175,6 +175,27 @@ class LocalTables:
         """All of them."""
         return [*self.groups, *self.dense]
 
+    def stores(self) -> list[CachedRows]:
+        """Those of tables with a tier."""
+        return [group.store for group in self.all_groups() if isinstance(group.store, CachedRows)]
+
+    def attach_stores(self) -> None:
+        """Have the stores of tables with a tier know their groups, and make what lies below."""
+        for group in self.all_groups():
+            if isinstance(group.store, CachedRows):
+                group.store.attach(group)
+
+    def _seeds_of(self, given: Sequence[tuple[Any, Tensor]], exchange: Exchange) -> dict[str, int]:
+        """A seed for each table whose rows are made when they are first needed, the same on all ranks."""
+        tiered = {table.name for table in self._routes.tables if table.options.tier is not None}
+        lazy = [config.name for config, weight in given if config.name in tiered and is_lazy(config, weight)]
+        if not lazy:
+            return {}
+        # from torch's generator, which manual_seed governs
+        drawn = torch.randint(2**62, (len(lazy),), device="cpu").to(self.device)
+        exchange.broadcast(drawn)
+        return dict(zip(lazy, drawn.tolist(), strict=True))
+
     @torch.no_grad()
     def adopt(self, module: Collection, marks: Sequence[Mark | None], exchange: Exchange) -> None:
         """Take over the module's weights (or initialise what was on meta); replicas become rank 0's.
@@ -187,13 +208,15 @@ class LocalTables:
             for config, weight in zip(module._configs, module._own_parameters(), strict=True)
         }
         self.parameters = {name: nn.Parameter(self._empty, weight.requires_grad) for name, (_, weight) in given.items()}
-        for group in self.all_groups():
-            if isinstance(group.store, CachedRows):
-                group.store.attach(group)
+        self.attach_stores()
+        seeds = self._seeds_of(list(given.values()), exchange)
         for shard, group, number in self.homes:
             config, weight = given[shard.table]
             if isinstance(group.store, CachedRows):
-                fill_below(group.store, number, weight, shard, config.init_fn)
+                if shard.table in seeds:
+                    begin_lazily(group.store, number, shard, config, weight.dtype, seeds[shard.table])
+                else:
+                    fill_below(group.store, number, weight, shard, config.init_fn)
                 continue
             view = group.view(number)
             if not weight.is_meta:
@@ -203,7 +226,7 @@ class LocalTables:
         self._place_parameters()
         for shard, group, number in self.homes:
             if shard.replica and isinstance(group.store, CachedRows):
-                broadcast_below(group.store, number, exchange)
+                share_first_rows(group.store, number, exchange)
             elif shard.replica and not group.flat.is_meta:
                 exchange.broadcast(group.view(number))
         for group in self.all_groups():
@@ -278,7 +301,13 @@ class LocalTables:
         self._place_parameters()
 
     def move(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """`nn.Module._apply` for all groups."""
+        """`nn.Module._apply` for all groups.
+
+        Raises:
+            ValueError, RuntimeError: as `TableGroup.require_movable`; nothing has changed.
+        """
+        for group in self.all_groups():
+            group.require_movable(fn)
         for group in self.all_groups():
             group.move(fn)
         self._empty = fn(self._empty)

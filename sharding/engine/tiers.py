@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.embeddings import TableShape
+from shardwise.embeddings import BaseEmbeddingConfig, TableShape
 from shardwise.embeddings.tiers import (
     Backing,
     CachedRows,
@@ -20,6 +21,7 @@ from shardwise.embeddings.tiers import (
     RamOverFile,
     policy_named,
 )
+from shardwise.kernels.rows.initial_rows import initial_rows
 
 from ...planner.layout import Shard, Tier
 from ..comms.exchange import Exchange
@@ -52,7 +54,8 @@ def cached_rows(
         tier = table.options.tier
         assert tier is not None
         below = _below(tier, shard, table.rows, rank, pinned=device.type == "cuda")
-        specs.append(CacheSpec(shape.resident, slots_of(tier, shard, table)[1], below))
+        share = (shard.rows[1] - shard.rows[0]) / table.rows
+        specs.append(CacheSpec(shape.resident, slots_of(tier, shard, table)[1], below, share=share))
     tier = tables[0].options.tier
     assert tier is not None
     return CachedRows(specs, policy_named(tier.policy, tier.half_life))
@@ -73,15 +76,93 @@ def _below(tier: Tier, shard: Shard, rows: int, rank: int, *, pinned: bool) -> C
     return over_file
 
 
+def require_tiers(
+    tables: Sequence[Table], trained_outside: Sequence[str], device: torch.device, *, fully_sharded: bool
+) -> None:
+    """Refuse tiers of tables that cannot have one; `trained_outside` are those whose gradient leaves the backward.
+
+    Raises:
+        ValueError: names the tables, and what would do.
+    """
+    tiered = [table.name for table in tables if table.options.tier is not None]
+    if dense := [name for name in tiered if name in trained_outside]:
+        raise ValueError(
+            f"tables {dense}: what trains by its gradient has all rows on the device, no tier: give it an optimizer in"
+            " its backward (apply_optimizer_in_backward)"
+        )
+    if tiered and fully_sharded:
+        raise ValueError(
+            f"sharding_strategy FULLY_SHARDED: tables {tiered} have tiers, which cannot be kept in parts, as replicas"
+            " have other rows in their slots: give their module DEFAULT by a DMPCollectionConfig"
+        )
+    if tiered and device.type == "meta":
+        raise ValueError(
+            f"tables {tiered}: rows below a device cannot be on meta: shard the module on the device where it trains;"
+            " its own tables may be on meta"
+        )
+
+
+@dataclass(frozen=True)
+class UniformRows:
+    """First values of a shard's rows, uniform in [low, high), by seed, row and column of the table alone.
+
+    So they are the same in every plan and tier, and need not be kept.
+    """
+
+    seed: int
+    first_row: int
+    first_column: int
+    columns: int
+    low: float
+    high: float
+    dtype: torch.dtype
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Of rows [n], counted from the first of the shard: [n, columns]."""
+        seed = torch.tensor([self.seed], dtype=torch.int64, device=rows.device)
+        kind = "uniform" if self.low < self.high else "constant"
+        return initial_rows(
+            rows.long() + self.first_row, seed, self.first_column, self.columns, kind, self.low, self.high, self.dtype
+        )
+
+
+def _uniform_bounds(config: BaseEmbeddingConfig) -> tuple[float, float] | None:
+    """The bounds of a config without an `init_fn` of its own."""
+    fn = config.init_fn
+    if isinstance(fn, partial) and fn.func is nn.init.uniform_ and not fn.args and set(fn.keywords) == {"a", "b"}:
+        return float(fn.keywords["a"]), float(fn.keywords["b"])
+    return None
+
+
+def is_lazy(config: BaseEmbeddingConfig, weight: Tensor) -> bool:
+    """Whether rows of a table with a tier are made when they are first needed: its weight is on meta, and its config
+    has no `init_fn` of its own, which would see tables and not rows.
+    """
+    return weight.is_meta and _uniform_bounds(config) is not None
+
+
+def begin_lazily(
+    store: CachedRows, number: int, shard: Shard, config: BaseEmbeddingConfig, dtype: torch.dtype, seed: int
+) -> None:
+    """Have the rows of a table be those of `UniformRows`, made when they are first needed."""
+    bounds = _uniform_bounds(config)
+    assert bounds is not None
+    fresh = UniformRows(seed, shard.rows[0], shard.cols[0], shard.cols[1] - shard.cols[0], *bounds, dtype)
+    store.specs[number] = replace(store.specs[number], fresh=fresh)
+
+
 @torch.no_grad()
 def fill_below(
     store: CachedRows, number: int, weight: Tensor, shard: Shard, init_fn: Callable[[Tensor], Any] | None
 ) -> None:
-    """Give a table its rows: those of the unsharded weight, or where that is on meta what `init_fn` makes of them."""
+    """Give a table its rows: those of the unsharded weight, or where that is on meta what `init_fn` makes of them.
+
+    `init_fn` is called with some rows at a time, [n, columns] on the CPU.
+    """
     states = store.initial_states(number)
     for begin, end in store.chunks(number):
         if weight.is_meta:
-            rows = torch.empty(end - begin, shard.cols[1] - shard.cols[0], dtype=weight.dtype)
+            rows = torch.empty(end - begin, shard.cols[1] - shard.cols[0], dtype=weight.dtype, device="cpu")
             if init_fn is not None:
                 init_fn(rows)
         else:
@@ -89,8 +170,15 @@ def fill_below(
         store.write(number, begin, [rows, *(state.expand(end - begin, *state.shape[1:]) for state in states)])
 
 
-def broadcast_below(store: CachedRows, number: int, exchange: Exchange) -> None:
-    """Make the rows of a replicated table those of rank 0."""
+def share_first_rows(store: CachedRows, number: int, exchange: Exchange) -> None:
+    """Make the first rows of a table those of rank 0: chunk by chunk, or by their seed where they are not made yet."""
+    spec = store.specs[number]
+    if isinstance(spec.fresh, UniformRows):
+        seed = torch.tensor([spec.fresh.seed], dtype=torch.int64, device="cpu").to(store.residency.device)
+        exchange.broadcast(seed)
+        # host sync on CUDA: once
+        store.specs[number] = replace(spec, fresh=replace(spec.fresh, seed=int(seed)))
+        return
     for begin, end in store.chunks(number):
         rows = store.read(number, begin, end)[0].contiguous().to(store.residency.device)
         exchange.broadcast(rows)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise._names import did_you_mean
 from shardwise.embeddings import BaseEmbeddingConfig
+from shardwise.embeddings.tiers import CachedRows
 from shardwise.jagged import KeyedJaggedTensor
 
 from ...planner.layout import Shard
@@ -174,8 +175,11 @@ def put_rows(written: Sequence[WrittenRows]) -> None:
             places = torch.arange(part.rows.shape[0], device=rows.device)
             last = torch.zeros_like(rows).scatter_reduce_(0, inverse, places, "amax")
             _, group, number = part.home
-            view = group.view(number)
-            view[rows] = part.values[last].to(view.dtype)
+            values = part.values[last].to(group.flat.dtype)
+            if isinstance(group.store, CachedRows) and group.is_away:
+                group.store.write_rows(number, rows, [values, *[None] * (len(group.store.layouts[number].widths) - 1)])
+            else:
+                group.view(number)[rows] = values
 
 
 def write_rows(collections: Sequence[ShardedCollection], embeddings: KeyedJaggedTensor) -> None:
