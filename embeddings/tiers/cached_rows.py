@@ -370,7 +370,11 @@ class CachedRows:
         for name, value in vars(self.residency).items():
             if isinstance(value, Tensor):
                 setattr(self.residency, name, value.to(device))
-        self.residency.device = device
+        self._follow_residency()
+
+    def _follow_residency(self) -> None:
+        """Have what knows a device know that of the slots."""
+        device = self.residency.device = self.residency.slot_of.device
         self._turns = Turns(device)
         for below in self.below:
             if device.type == "cuda" and isinstance(below, HostRecords):
@@ -533,7 +537,8 @@ class CachedRows:
         self.__dict__.update(state)
         self._transfers = Transfers("rows below")
         if "residency" in state:
-            self._turns = Turns(self.residency.device)
+            # a copy may be on another device
+            self._follow_residency()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedRows:
         probe = torch.empty(0)
