@@ -1,10 +1,11 @@
 """Tables larger than their device: rows in slots, all others below, with the bits of tables that lie there whole."""
 
 from .backing import Backing, HostRecords
-from .cached_rows import CacheCounts, CachedRows, CacheLease, CacheSpec
+from .cached_rows import CacheCounts, CachedRows, CacheLease, CacheSpec, TooManyRows
 from .curves import TraceCurves, regret, sizes_between
 from .files import FileRecords
 from .io_queue import IoQueue, Job
+from .metrics import CacheMetrics, metrics_of
 from .policies import AgedLfu, Policy, lfu, lru, policy_named
 from .ram_cache import RamOverFile
 from .records import RecordLayout
@@ -18,6 +19,7 @@ __all__ = [
     "Backing",
     "CacheCounts",
     "CacheLease",
+    "CacheMetrics",
     "CacheSetting",
     "CacheSpec",
     "CachedRows",
@@ -36,10 +38,12 @@ __all__ = [
     "Simulation",
     "Span",
     "TooFewSlots",
+    "TooManyRows",
     "TraceCurves",
     "chunks_of",
     "lfu",
     "lru",
+    "metrics_of",
     "parts_of",
     "policy_named",
     "record_bytes",

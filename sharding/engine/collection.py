@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from shardwise.embeddings import GradientCheckMode
+from shardwise.embeddings import GradientCheckMode, NoFreeSlots
 from shardwise.embeddings.collections.collection import require_features
 from shardwise.embeddings.tables.id_check import mark_bad_ids
 from shardwise.embeddings.tables.lookup_autograd import warn_of_eval
 from shardwise.embeddings.tables.variable_batch import pad_strides, require_full_batch
+from shardwise.embeddings.tiers import CachedRows, TooManyRows, metrics_of
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged.tracing import record_forward
 from shardwise.kernels._op import in_graph, no_second_derivative, runs_kernel
@@ -32,7 +33,7 @@ from shardwise.kernels._op import in_graph, no_second_derivative, runs_kernel
 from ...planner.layout import Shard, TableOptions, validate
 from ..comms.agreement import Facts, agree, facts_of, facts_of_shards
 from ..comms.awaitable import LazyAwaitable
-from ..comms.consensus import send_header
+from ..comms.consensus import raise_first, send_header
 from ..comms.env import ShardingEnv, ShardingEnv2D, get_gradient_division
 from ..comms.exchange import Exchange
 from ..comms.failures import agreed, raise_after_backward
@@ -41,7 +42,7 @@ from ..comms.qcomms import codecs_of
 from ..compiled.registry import name_for_graphs
 from ..compiled.step import OneOp, step_in_graph
 from .dedup import dedup_ids
-from .flags import fault_error, fault_of, flag_of
+from .flags import LACKS_SLOTS, fault_error, fault_of, flag_of
 from .fully_sharded import FullyShardedShards
 from .fused_optimizer import ShardedFusedOptimizer
 from .id_map import IdMap, id_ranges, pack_mapped
@@ -84,6 +85,9 @@ class ExchangedLookup(torch.autograd.Function):
         wire, exchange = collection.wire, collection._exchange
         received = step.rows.wait()
         if any(step.rows.flags):
+            collection.shards.release(step, changed=False)
+            if any(lacks := [flag & LACKS_SLOTS for flag in step.rows.flags]):
+                raise_first(exchange, lacks, step.lack, collection.device)
             fault = 1 + wire.overflowing_lookup(step) if step.rows.flags[exchange.rank] else 0
             raise fault_error(exchange, fault, wire.routes, wire.codec, collection.device)
         step.unsure_rows = {}
@@ -342,6 +346,14 @@ class ShardedCollection(OneOp, WritableTables):
         beside = [exchange for exchange in (self._local, self._replicas) if exchange is not None]
         return self._exchange.calls + sum(exchange.calls for exchange in beside)
 
+    def cached_stores(self) -> list[CachedRows]:
+        """Of this rank's tables that have a `Tier`, by groups of tables."""
+        return [group.store for group in self._tables.all_groups() if isinstance(group.store, CachedRows)]
+
+    def extra_repr(self) -> str:
+        """A line for each table of which rows of this rank lie below the device."""
+        return "\n".join(f"{table}: {metrics}" for table, metrics in metrics_of(self.cached_stores()).items())
+
     def name_exchanges(self, path: str) -> None:
         """Have a failure in an exchange name this collection by its path in the model."""
         for exchange in (self._exchange, self._local, self._replicas):
@@ -511,11 +523,13 @@ class ShardedCollection(OneOp, WritableTables):
         """
         if all_tables and step.dense_rows is None:
             if self._routes.replicas:
-                with torch.no_grad():
-                    step.replicated_rows = self.shards.look_up_replicated(step, dense=False)
+                self._look_up_replicas(step)
             step.dense_rows = self.dense_rows(step)
         if step.phase >= LOOKED_UP:
             return
+        if self.shards.may_lack_slots and not step.update and self._routes.replicas and step.replicated_rows is None:
+            # while the others can still be told
+            self._look_up_replicas(step)
         step.trains, wire = self.training, self.wire
         # as `no_grad`, which is more calls
         with torch.set_grad_enabled(False):
@@ -524,9 +538,20 @@ class ShardedCollection(OneOp, WritableTables):
             flag = None
             if wire.codec is not None:
                 flag, step.unsure_rows = flag_of(sent, wire.codec), rows
+            if self.shards.may_lack_slots:
+                lack = sent.new_full((1,), 0 if step.lack is None else LACKS_SLOTS, dtype=torch.int32)
+                flag = lack if flag is None else flag | lack
             step.row_sizes = wire.row_sizes(step)
             step.rows = self._exchange.rows(sent, sizes, step.row_sizes, codec=wire.codec, flag=flag)
         step.phase = LOOKED_UP
+
+    def _look_up_replicas(self, step: Step) -> None:
+        """Rows of this rank's own batch in tables that every rank holds and trains in its backward."""
+        try:
+            with torch.no_grad():
+                step.replicated_rows = self.shards.look_up_replicated(step, dense=False)
+        except (NoFreeSlots, TooManyRows) as error:
+            self.shards.note_lack(step, error)
 
     def output_dist(self, ctx: StepContext, output: Step) -> LazyAwaitable[Any]:
         """The result of a batch, which waits for other ranks when it is used."""
