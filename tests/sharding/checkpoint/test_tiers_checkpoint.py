@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def any_mix(folder: Path, seed: int, optimizer: str) -> int:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_any_plan_rule_and_dtype_has_the_files_of_tables_on_the_device(world: int, tmp_path: Path) -> None:
-    for seed in range(world, world + 6):
+    for seed in range(world, world + 6, 2):
         assert sum(run_ranks(world, any_mix, tmp_path, seed, list(mixes.RULES)[seed])) > 0
 
 
