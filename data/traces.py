@@ -472,6 +472,6 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow.parquet
     except ImportError as error:
         raise ImportError(
-            "a .parquet trace needs pyarrow, the extra `data`: pip install shardwise[data], or write an .npz"
+            "a .parquet trace needs pyarrow, which the extra `data` brings: install it, or write an .npz"
         ) from error
     return pyarrow, pyarrow.parquet
