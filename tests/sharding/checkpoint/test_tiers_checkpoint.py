@@ -1,4 +1,8 @@
-"""Checkpoints and state dicts of tables with a tier: those of tables on the device, into and out of any tier."""
+"""Checkpoints and state dicts of tables with a tier: those of tables on the device, into and out of any tier.
+
+Takes most of a minute: each claim trains and saves two models on up to four processes, in files that are seen onto the
+disk.
+"""
 
 from __future__ import annotations
 
