@@ -20,7 +20,6 @@ from shardwise.kernels.rows.residency_numbers import AGED_LFU, LFU, LRU, UNIT
 Policy: TypeAlias = Callable[[Tensor, int], Tensor]
 
 
-
 def lru(scores: Tensor, batch: int) -> Tensor:
     """Rows that were used longest ago go first."""
     return torch.full_like(scores, batch)
