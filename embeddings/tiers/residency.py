@@ -42,8 +42,9 @@ class TooFewSlots(RuntimeError):
 
 
 def grown_slots(needed: int, most: int) -> int:
-    """Slots of a table that needs more, and may have `most`: an eighth beyond what it needs, as batches of one size want
-    about as many rows and one of them that wants most should not copy the table again.
+    """Slots of a table that needs more, and may have `most`: an eighth beyond what it needs.
+
+    Batches of one size want about as many rows; the largest of them should not have the table copied again.
     """
     return min(needed + needed // 8, most)
 

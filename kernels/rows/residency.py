@@ -305,7 +305,7 @@ def place(state: SlotTables, found: Found, slots: Tensor, offsets: Tensor, looku
 
 
 class Victims:
-    """Which slots go next, of tables with so many that they are not read for every batch: queues of some batches' worth.
+    """Which slots go next, of tables with so many that they are not read for every batch: queues for some batches.
 
     A queue has the free slots of lowest keys as they were when it was filled; what comes below its highest entry since,
     as a slot is let go or gets another key, is added. So it gives what a look at all slots would.
@@ -404,7 +404,7 @@ def release(state: SlotTables, slots: Tensor, victims: Victims, *, changed: bool
 def distinct_rows(
     state: SlotTables, ids: Tensor, offsets: Tensor, lookups: Lookups, latest: Tensor, begin: int
 ) -> tuple[Tensor, Tensor]:
-    """The distinct rows [U] of a batch, ascending, and what `latest` [R] int64 has of them: less than `begin`, always."""
+    """The distinct rows [U] of a batch, ascending, and what `latest` [R] int64 has of them: less than `begin`."""
     n, compiled = ids.shape[0], state.loops
     if compiled is None:
         rows, _ = rows_of_ids(ids, offsets, lookups)

@@ -75,8 +75,8 @@ def find_ids(
     """The slot of each id within its table, -2 - row of those that are missing, -1 of what lies in no table.
 
     Distinct slots that were found go to `hits`, distinct rows that were not to `missing`, both as they come, and to
-    `absent` where ids of missing rows stand; each has room for one more than it gets. counts [T, 2] are hits and missing
-    rows of each table, totals [3] the numbers of all that was written.
+    `absent` where ids of missing rows stand; each has room for one more than it gets. counts [T, 2] are hits and
+    missing rows of each table, totals [3] the numbers of all that was written.
     """
     feature, first_slot, table = i8(features, f_count * FIELDS), i8(first_slots, f_count), i8(table_of, f_count)
     slot, holders, place = i4(slot_of, 1 << 62), i4(held, 1 << 62), i8(out, n)
@@ -410,7 +410,7 @@ def pick(queue: int, wanted: int, out: int, held: int, key: int, scratch: int) -
 
 @compiled(types.void(*[int64] * 8))
 def release(slots: int, n: int, held: int, dirty: int, changed: int, key: int, queues: int, queue_count: int) -> None:
-    """Slots [n] are held by one lease less, and `changed` ones are other than their records; queues hear of free ones."""
+    """Slots [n] are held by one lease less, and `changed` ones differ from their records; queues hear of free ones."""
     slot, holders, is_dirty = i8(slots, n), i4(held, 1 << 62), u1(dirty, 1 << 62)
     keyed, queue = i4(key, 1 << 62), i8(queues, queue_count * FIELDS_OF_QUEUE)
     for i in range(n):

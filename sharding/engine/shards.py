@@ -167,7 +167,7 @@ class LocalShards:
         for g in self._asked[step.update]:
             group, part, (ids, offsets, factors) = groups[g], self.parts[g], self._inputs(step, g)
             try:
-                slots, lease = prefetched.pop(g, None) or self._with_room(
+                slots, lease = prefetched.get(g) or self._with_room(
                     group, partial(self._resolve, step, g, group, ids, offsets)
                 )
             except (NoFreeSlots, TooManyRows) as error:

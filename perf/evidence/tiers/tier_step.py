@@ -1,7 +1,7 @@
 """A training step of a table behind a cache over one that lies in memory whole, by the share of rows that hit.
 
-A table of R rows and D columns, fp32, row-wise Adagrad; batches of B samples with L ids each, by Zipf's law over rows in
-random order, from a pool that comes again and again. Slots are chosen so that 100, 90 and 55 % of the distinct rows of
+A table of R rows and D columns, fp32, row-wise Adagrad; batches of B samples with L ids each, by Zipf's law over rows
+in random order, from a pool that comes again and again. Slots are chosen so that 100, 90 and 55 % of the distinct rows of
 a batch hit. Records lie in memory, nothing overlaps, one thread; CPU time of that thread, as other jobs share the
 machine. Steps of all tables take turns; a ratio is of medians, its spread the quartiles over turns. `--write` keeps the
 numbers in perf/results/cpu/tier_step.json. A ratio above its bound is not as it has to be.
