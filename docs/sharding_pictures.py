@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/sharding.md and docs/engine.md: `python docs/sharding_pictures.py [folder]`.
+"""Draws the pictures of docs/{sharding,engine,tiers}.md: `python docs/sharding_pictures.py [folder]`.
 
 A picture shows a table as rows and columns, cut as a strategy cuts it, and beside it what each rank of two hosts holds.
 A colour is a rank, or white where every rank holds the same. All measures are pixels.
@@ -217,6 +217,44 @@ def engine() -> str:
     return svg("A step over two ranks and time", right + MARGIN, time + 20, shapes)
 
 
+def tiers() -> str:
+    """A rank's steps with a cache: ids that are known ahead, rows that come and go while another batch trains."""
+    lanes = {"ids": 62, "rows": 142, "training": 222, "below": 302}
+    wide, high, pitch = 150, 44, 190
+    at = [LEFT + 46 + pitch * n for n in range(4)]
+    shapes = [text(LEFT + 34, y + 27, name, "r") for name, y in lanes.items()]
+    boxes = [
+        ("ids", 0, LocalShards.announce.__name__, "b+W: next uses", 0),
+        ("rows", 0, LocalShards.prefetch.__name__, "slots for b+1", 1),
+        ("training", 0, LocalShards.look_up.__name__, "b, in its slots", 2),
+        ("training", 1, LocalShards.update.__name__, "b; then release", 2),
+        ("training", 2, LocalShards.look_up.__name__, "b+1", 2),
+        ("ids", 2, LocalShards.announce.__name__, "b+1+W", 0),
+        ("rows", 2, LocalShards.prefetch.__name__, "slots for b+2", 1),
+        ("training", 3, LocalShards.update.__name__, "b+1; then release", 2),
+        ("below", 0, "write", "rows that leave", 3),
+        ("below", 1, "read", "rows that come", 3),
+    ]
+    for lane, n, what, of, colour in boxes:
+        shapes.append(rect(at[n], lanes[lane], wide, high, COLOURS[colour]))
+        shapes += [text(at[n] + wide / 2, lanes[lane] + 18, what), text(at[n] + wide / 2, lanes[lane] + 35, of, "s")]
+    # what waits for what
+    low = {name: y + high for name, y in lanes.items()}
+    shapes.append(_arrow(at[0] + wide - 20, low["ids"], at[0] + wide - 20, lanes["rows"]))
+    shapes.append(f'<path d="M{at[0] + 20:g} {low["rows"]:g}V{lanes["below"]:g}m-5 -7l5 7l5 -7"/>')
+    shapes.append(text(at[0] + 20, lanes["training"] - 14, "victims", "s halo"))
+    y = lanes["below"] + high / 2
+    shapes.append(f'<path d="M{at[0] + wide:g} {y:g}H{at[1]:g}m-8 -5l8 5l-8 5"/>')
+    shapes.append(f'<path d="M{at[1] + wide:g} {lanes["below"]:g}L{at[2] + 20:g} {low["training"]:g}m-9 2l9 -2l-2 9"/>')
+    shapes.append(text(at[1] + wide + 30, lanes["below"] - 14, "before its lookup", "s halo"))
+    shapes.append(f'<path d="M{at[1] + wide:g} {lanes["training"]:g}L{at[2]:g} {low["rows"]:g}m-9 3l9 -3l-3 9"/>')
+    shapes.append(text(at[1] + wide - 4, lanes["training"] - 14, "slots are free", "s halo"))
+    time, right = lanes["below"] + high + 24, at[3] + wide
+    shapes.append(f'<path d="M{at[0]:g} {time:g}H{right:g}m-8 -5l8 5l-8 5"/>')
+    shapes.append(text((at[0] + right) / 2, time + 4, "time", "s halo"))
+    return svg("Two steps of a rank with a cache", right + MARGIN, time + 20, shapes)
+
+
 def _arrow(x: float, y: float, to_x: float, to_y: float) -> str:
     return f'<path d="M{x:g} {y:g}L{to_x:g} {to_y:g}m-5 -7l5 7l5 -7"/>'
 
@@ -225,6 +263,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "engine_step.svg": engine,
     **{f"sharding_{name}.svg": partial(draw, *what) for name, what in STRATEGIES.items()},
     "sharding_step.svg": step,
+    "tiers_step.svg": tiers,
     "sharding_hierarchical.svg": hierarchical,
 }
 

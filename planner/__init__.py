@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PlannerError,
         PlannerErrorType,
     )
+    from .layout import Tier
     from .plan.advice import NoRoomError, Suggestion
     from .plan.explanation import explain
     from .plan.files import read_constraints, read_tables
@@ -127,6 +128,7 @@ __all__ = [
     "StorageReservation",
     "Suggestion",
     "Table",
+    "Tier",
     "Topology",
     "TopologyFactory",
     "TorchRecCost",
@@ -188,6 +190,7 @@ _HOME = {
     "StorageReservation": "torchrec.types",
     "Suggestion": "plan.advice",
     "Table": "tables",
+    "Tier": "layout",
     "Topology": "topology",
     "TopologyFactory": "torchrec.topology_factory",
     "TorchRecCost": "cost.torchrec",

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..planner.layout import Shard, TableOptions
+    from ..planner.layout import Shard, TableOptions, Tier
     from .comms.awaitable import Awaitable, LazyAwaitable, NoWait
     from .comms.env import ShardingEnv, ShardingEnv2D, ShardingStrategy
     from .comms.failures import RankFailure
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .dmp.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
     from .dmp.dmp import DistributedModelParallel
     from .dmp.dmp_collection import DMPCollection, DMPCollectionConfig
+    from .dmp.tiered import cache_metrics, cache_regret, tiered, trace_caches
     from .engine.id_map import IdMap
     from .modules.default_sharders import get_default_sharders
     from .modules.generators import (
@@ -150,6 +151,7 @@ __all__ = [
     "SparseDataDistUtil",
     "StagedTrainPipeline",
     "TableOptions",
+    "Tier",
     "TorchCompileConfig",
     "TrainPipeline",
     "TrainPipelineBase",
@@ -161,6 +163,8 @@ __all__ = [
     "TrainPipelineSparseDistLite",
     "accumulate",
     "apply_to_all",
+    "cache_metrics",
+    "cache_regret",
     "calculate_shard_sizes_and_offsets",
     "column_wise",
     "construct_module_sharding_plan",
@@ -180,7 +184,9 @@ __all__ = [
     "table_column_wise",
     "table_row_wise",
     "table_wise",
+    "tiered",
     "to_sharding_plan",
+    "trace_caches",
 ]
 
 _HOME = {
@@ -234,6 +240,7 @@ _HOME = {
     "SparseDataDistUtil": "pipeline",
     "StagedTrainPipeline": "pipeline",
     "TableOptions": ".planner.layout",
+    "Tier": ".planner.layout",
     "TorchCompileConfig": "pipeline",
     "TrainPipeline": "pipeline",
     "TrainPipelineBase": "pipeline",
@@ -245,6 +252,8 @@ _HOME = {
     "TrainPipelineSparseDistLite": "pipeline",
     "accumulate": "pipeline.accumulation",
     "apply_to_all": "modules.generators",
+    "cache_metrics": "dmp.tiered",
+    "cache_regret": "dmp.tiered",
     "calculate_shard_sizes_and_offsets": "modules.generators",
     "column_wise": "modules.generators",
     "construct_module_sharding_plan": "modules.generators",
@@ -264,7 +273,9 @@ _HOME = {
     "table_column_wise": "modules.generators",
     "table_row_wise": "modules.generators",
     "table_wise": "modules.generators",
+    "tiered": "dmp.tiered",
     "to_sharding_plan": "planning.options",
+    "trace_caches": "dmp.tiered",
 }
 
 

@@ -107,6 +107,7 @@ if TYPE_CHECKING:
     from .planner import (
         ParameterConstraints,
         PlannerError,
+        Tier,
         Topology,
     )
     from .sharding import (
@@ -142,11 +143,15 @@ if TYPE_CHECKING:
         TrainPipelineBase,
         TrainPipelineSparseDist,
         accumulate,
+        cache_metrics,
+        cache_regret,
         construct_module_sharding_plan,
         get_default_sharders,
         get_qcomm_codecs_registry,
         shard,
         shard_modules,
+        tiered,
+        trace_caches,
     )
 
 __all__ = [
@@ -221,6 +226,7 @@ __all__ = [
     "ShardingType",
     "SparseDataDistUtil",
     "StagedTrainPipeline",
+    "Tier",
     "Topology",
     "TrainPipelineBase",
     "TrainPipelineSparseDist",
@@ -231,6 +237,8 @@ __all__ = [
     "__version__",
     "accumulate",
     "apply_optimizer_in_backward",
+    "cache_metrics",
+    "cache_regret",
     "canary",
     "construct_module_sharding_plan",
     "define_optimizer",
@@ -246,6 +254,8 @@ __all__ = [
     "regroup_kts",
     "shard",
     "shard_modules",
+    "tiered",
+    "trace_caches",
     "unflatten_kjt_list",
     "validate_keyed_jagged_tensor",
 ]
@@ -323,6 +333,7 @@ _HOME = {
     "ShardingType": "sharding",
     "SparseDataDistUtil": "sharding",
     "StagedTrainPipeline": "sharding",
+    "Tier": "planner",
     "Topology": "planner",
     "TrainPipelineBase": "sharding",
     "TrainPipelineSparseDist": "sharding",
@@ -332,6 +343,8 @@ _HOME = {
     "WeightDecayMode": "embeddings",
     "accumulate": "sharding",
     "apply_optimizer_in_backward": "embeddings",
+    "cache_metrics": "sharding",
+    "cache_regret": "sharding",
     "canary": "migration.canary",
     "construct_module_sharding_plan": "sharding",
     "define_optimizer": "embeddings",
@@ -347,6 +360,8 @@ _HOME = {
     "regroup_kts": "jagged",
     "shard": "sharding",
     "shard_modules": "sharding",
+    "tiered": "sharding",
+    "trace_caches": "sharding",
     "unflatten_kjt_list": "jagged",
     "validate_keyed_jagged_tensor": "jagged",
 }

@@ -5,6 +5,7 @@ from .cached_rows import CacheCounts, CachedRows, CacheLease, CacheSpec, TooMany
 from .curves import TraceCurves, regret, sizes_between
 from .files import FileRecords
 from .io_queue import IoQueue, Job
+from .metrics import CacheMetrics, metrics_of
 from .policies import AgedLfu, Policy, lfu, lru, policy_named
 from .ram_cache import RamOverFile
 from .records import RecordLayout
@@ -18,6 +19,7 @@ __all__ = [
     "Backing",
     "CacheCounts",
     "CacheLease",
+    "CacheMetrics",
     "CacheSetting",
     "CacheSpec",
     "CachedRows",
@@ -41,6 +43,7 @@ __all__ = [
     "chunks_of",
     "lfu",
     "lru",
+    "metrics_of",
     "parts_of",
     "policy_named",
     "record_bytes",

@@ -23,6 +23,7 @@ from shardwise.kernels import move_rows
 from shardwise.kernels.rows.residency import Lookups
 
 from .backing import Backing, HostRecords
+from .curves import TraceCurves
 from .policies import Policy, lru
 from .records import RecordLayout
 from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots, grown_slots
@@ -121,13 +122,16 @@ class CachedRows:
         self.specs, self.policy = list(specs), policy
         self.counts = [CacheCounts() for _ in specs]
         self.group: TableGroup | None = None
-        # of which features and tables `_lookups` are
-        self._made_of: tuple[Tensor, list[Span]] | None = None
+        # of each table, what batches wanted since `trace`; else nothing is gathered
+        self.traces: list[TraceCurves] | None = None
+        self._traced_from: list[int] = []
         self._transfers = Transfers("rows below")
         # batches that were resolved so far
         self._resolved = 0
         # what that was at the last prefetch without room
         self._stalled = -1
+        # of which features and tables `_lookups` are
+        self._made_of: tuple[Tensor, list[Span]] | None = None
         # of each table the batches in a row that nearly all missed, and whether that was said
         self._cold, self._warned = [0] * len(specs), [False] * len(specs)
 
@@ -212,8 +216,26 @@ class CachedRows:
             # where no backward comes and nobody says so, the rows may go once nobody has what was looked up
             weakref.finalize(held, _abandon, weakref.ref(self), held.number, lease).atexit = False
             self._move(held)
+            if self.traces is not None:
+                self._trace(lease, self.traces)
             self._count(lease.counts)
             return slots, held
+
+    def trace(self) -> None:
+        """Gather from now on which rows batches want, in 20 bytes a row of the tables: `traces`."""
+        self.traces = [TraceCurves(max(1, span.rows)) for span in self.residency.tables]
+        self._traced_from = [counts.hits for counts in self.counts]
+
+    def traced(self) -> Iterator[tuple[Span, TraceCurves, int]]:
+        """The tables, what batches wanted of them since `trace`, and how many of these rows had a slot."""
+        for t, trace in enumerate(self.traces or ()):
+            yield self.residency.tables[t], trace, self.counts[t].hits - self._traced_from[t]
+
+    def _trace(self, lease: Lease, traces: Sequence[TraceCurves]) -> None:
+        # host sync on CUDA: traces lie on the host
+        rows = self.residency.row_of[lease.slots].cpu().sort().values
+        for span, trace in zip(self.residency.tables, traces, strict=True):
+            trace.add(rows[(rows >= span.first_row) & (rows < span.first_row + span.rows)] - span.first_row)
 
     def _grow(self, needed: dict[int, int]) -> None:
         """Give tables the slots that they need.
@@ -378,10 +400,7 @@ class CachedRows:
     def follow(self, device: torch.device) -> None:
         """As `LookaheadStore.follow`."""
         assert not self.is_in_use()
-        for name, value in vars(self.residency).items():
-            if isinstance(value, Tensor):
-                setattr(self.residency, name, value.to(device))
-        self.residency.device = device
+        self.residency.follow(device)
         self._turns = Turns(device)
         for below in self.below:
             if device.type == "cuda" and isinstance(below, HostRecords):

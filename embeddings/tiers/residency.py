@@ -328,7 +328,7 @@ class Residency:
         """Have rows that came for a batch that nobody announced know which of those that were needs them first."""
         waits = self._places()[moves.loads] >= self._window.batches[0].begin
         rows, slots = moves.loads[waits], moves.slots[waits]
-        for batch in reversed(self._window.batches):
+        for batch in reversed(self._window.batches) if bool(waits.any()) else ():
             self._key[slots[torch.isin(rows, batch.rows)]] = NEXT_USES - batch.number
 
     def release(self, lease: Lease, *, changed: bool) -> None:
@@ -382,6 +382,13 @@ class Residency:
         other._scratch, other._victims = Scratch(), Victims()
         other._victims.clear(self._slot_borders.tolist())
         return other
+
+    def follow(self, device: torch.device) -> None:
+        """Go on with the same rows in the same slots on another device; no batch is under way."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+        self.device = device
 
     def resident(self, table: int) -> tuple[Tensor, Tensor]:
         """Rows [n] of a table that have slots, ascending, and these; both counted within the table."""

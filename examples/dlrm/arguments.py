@@ -13,6 +13,7 @@ from typing import NoReturn
 # model.py and training.py have what these are
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 PIPELINES = ("none", "base", "sparse_dist", "prefetch")
+TIERS = ("none", "ram", "file")
 
 
 class BadArguments(SystemExit):
@@ -54,6 +55,9 @@ def parse(summary: str, argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the initial weights, and of generated clicks")
     add("--device", choices=("cpu", "cuda"), default=None, help="cuda where torch finds one, if it is not given")
     add("--pipeline", choices=PIPELINES, default="none", help="overlaps steps, with the same results")
+    add("--tier", choices=TIERS, default="none", help="where rows are that the device has no room for; same results")
+    add("--tier-slots", type=float, default=0.25, help="the share of each table's rows that the device has room for")
+    add("--tier-folder", type=Path, default=Path("runs/rows"), help="of scratch files of --tier file")
     add("--explain", action="store_true", help="print the whole plan and why it is so, instead of three lines")
     add("--checkpoint-dir", type=Path, default=None, help="save checkpoints there, at ends of epochs")
     add("--checkpoint-every", type=int, default=None, help="and after every so many steps")
@@ -72,6 +76,8 @@ def parse(summary: str, argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
     if not (args.lr > 0 and math.isfinite(args.lr)):
         parser.error(f"--lr must be positive and finite, got {args.lr}")
+    if not 0 < args.tier_slots <= 1:
+        parser.error(f"--tier-slots is a share of the rows, more than 0 and at most 1, got {args.tier_slots}")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if args.batch_size % ranks:
         near = args.batch_size + ranks - args.batch_size % ranks

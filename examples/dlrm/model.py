@@ -20,6 +20,7 @@ from shardwise import (
     PoolingType,
     RowWiseAdagrad,
     ShardingPlan,
+    Tier,
     apply_optimizer_in_backward,
     in_backward_optimizer_filter,
 )
@@ -75,8 +76,14 @@ def build_model(source: Source, args: argparse.Namespace, device: torch.device) 
 def make_plan(model: DLRMTrain, source: Source, args: argparse.Namespace, device: torch.device) -> ShardingPlan:
     """The best plan for the batches of this run, on all ranks; without a plan there would be one for 512 samples a rank
     of one id for each feature."""
+    tier = None
+    if args.tier != "none":
+        # a batch that wants more rows than there is room for gets more
+        folder = str(args.tier_folder) if args.tier == "file" else None
+        tier = Tier(args.tier_slots, args.tier, folder, max_slots=1.0)
     ids = {
-        f"t_{feature}": ParameterConstraints(pooling_factors=[mean]) for feature, mean in source.ids_per_sample.items()
+        f"t_{feature}": ParameterConstraints(pooling_factors=[mean], tier=tier)
+        for feature, mean in source.ids_per_sample.items()
     }
     samples = args.batch_size // dist.get_world_size()
     planner = EmbeddingShardingPlanner(topology_here(device.type), samples, constraints=ids)

@@ -51,7 +51,7 @@ class Report:
     def write(self, numbers: Mapping[str, float], *, epoch: int, step: int) -> None:
         """Tells the file and the logger, and the bar where there is a loss."""
         if "loss" in numbers:
-            self.bar.numbers(numbers["loss"], numbers["samples_per_s"])
+            self.bar.numbers(numbers["loss"], numbers["samples_per_s"], numbers.get("hit_rate"))
         if self._lines is not None:
             line = {"epoch": epoch, "step": step, **numbers}
             self._lines.write(json.dumps(without_nan(line)) + "\n")

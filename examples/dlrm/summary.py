@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardwise.embeddings.tiers import CacheMetrics
 from shardwise.planner.plan.explanation import counted, headline, ms, share, size
 from shardwise.planner.plan.planned import Planned
 
@@ -63,3 +64,18 @@ def closing(result: Mapping[str, Any]) -> list[str]:
         f" {int8['ratio']:.2f}x smaller"
     )
     return lines
+
+
+def hit_rate(metrics: Mapping[str, CacheMetrics]) -> float:
+    """Of all tables together."""
+    wanted = sum(table.wanted for table in metrics.values())
+    return sum(table.hits for table in metrics.values()) / max(wanted, 1)
+
+
+def caches(metrics: Mapping[str, CacheMetrics]) -> list[str]:
+    """A line for each table of rank 0 of which rows lie below the device; nothing where there is none."""
+    lines = [
+        f"  {name.removeprefix('t_')}: {table}, {table.bytes_moved / 1e6:.1f} MB moved"
+        for name, table in metrics.items()
+    ]
+    return ["", "rows below the device, on rank 0:", *lines] if lines else []

@@ -120,6 +120,7 @@ class Bar:
         self._phase = ""
         self._loss: float | None = None
         self._rate: float | None = None
+        self._hit_rate: float | None = None
         self._from: tuple[float, int] | None = None
 
     def phase(self, text: str) -> None:
@@ -136,9 +137,9 @@ class Bar:
         self._done = step
         self._update(step, self.text())
 
-    def numbers(self, loss: float, samples_per_s: float) -> None:
-        """The newest loss and speed."""
-        self._loss, self._rate = loss, samples_per_s
+    def numbers(self, loss: float, samples_per_s: float, hit_rate: float | None = None) -> None:
+        """The newest loss and speed, and with tiers the share of rows that were on the device."""
+        self._loss, self._rate, self._hit_rate = loss, samples_per_s, hit_rate
 
     def seconds_left(self) -> float | None:
         """At the speed of the steps since the warm-up, evaluations among them; None while nothing is known."""
@@ -153,6 +154,8 @@ class Bar:
         parts = [self._phase, f"step {self._done:,}{share}"]
         if self._loss is not None and self._rate is not None:
             parts += [f"loss {self._loss:.4f}", f"{self._rate:,.0f} samples/s"]
+        if self._hit_rate is not None:
+            parts.append(f"{self._hit_rate:.0%} of the rows on the device")
         left = self.seconds_left()
         if left is not None:
             parts.append(f"{left // 60:.0f} min {left % 60:.0f} s left" if left >= 60 else f"{left:.0f} s left")

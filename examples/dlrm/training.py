@@ -24,7 +24,7 @@ from page import Run, write_page
 from progress import Checkpoints, Progress, require_no_checkpoints
 from report import Logger, Report, without_nan
 from serving import quantize
-from summary import closing, epochs_table, plan_in_short
+from summary import caches, closing, epochs_table, hit_rate, plan_in_short
 from terminal import Terminal
 from torch import Tensor
 from try_next import TABLES, example_request, next_steps, write_tables
@@ -36,6 +36,7 @@ from shardwise import (
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineSparseDist,
+    cache_metrics,
 )
 from shardwise.data import Batch, Clicks, Source, open_folder
 from shardwise.inference.folder import require_free
@@ -126,7 +127,8 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None, t
     }
     if isinstance(source, Clicks):
         result["ceiling_auc"] = source.bayes_auc()
-    terminal.say("\n".join(["", *epochs_table(epochs, chosen), "", *closing(result)]))
+    cached = caches(cache_metrics(model))
+    terminal.say("\n".join(["", *epochs_table(epochs, chosen), *cached, "", *closing(result)]))
     if args.export is not None:
         terminal.say(f"exported to {args.export}: shardwise.inference.load_program loads it")
     if source.skipped:
@@ -284,6 +286,7 @@ def train_epoch(
     """Trains the rest of an epoch by drawing its `losses`; writes metrics and saves checkpoints on the way."""
     args = job.args
     rank_sum = torch.zeros((), dtype=torch.float64, device=job.device)
+    cached = cache_metrics(job.model)
     clock.start()
     for loss in losses:
         rank_sum += loss
@@ -297,6 +300,10 @@ def train_epoch(
         if ends_line:
             rate = progress.samples_per_s(args.batch_size)
             line = {"loss": progress.end_line(args.batch_size), "lr": args.lr, "samples_per_s": rate}
+            if cached:
+                # of rank 0, since the line before
+                line["hit_rate"] = hit_rate(cache_metrics(job.model, since=cached))
+                cached = cache_metrics(job.model)
             report.write(line, epoch=progress.epoch + 1, step=progress.step)
         if save:
             checkpoints.save(progress)

@@ -34,6 +34,8 @@ KNOWN = {
     "pools": ("modules.pools", ""),
     "tier_step": ("tiers.tier_step", ""),
     "tier_files": ("tiers.file_rows", ""),
+    "tier_bits": ("tiers.bits", ""),
+    "tier_larger": ("tiers.larger", ""),
     "planner": ("compare_planner", ""),
     "planner_plans": ("compare_planner_plans", ""),
     "same_bits": ("same_bits.compare", ""),

@@ -25,7 +25,7 @@ from shardwise.embeddings.collections.collection import require_features
 from shardwise.embeddings.tables.id_check import mark_bad_ids
 from shardwise.embeddings.tables.lookup_autograd import warn_of_eval
 from shardwise.embeddings.tables.variable_batch import pad_strides, require_full_batch
-from shardwise.embeddings.tiers import TooManyRows
+from shardwise.embeddings.tiers import CachedRows, TooManyRows, metrics_of
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged.tracing import record_forward
 from shardwise.kernels._op import in_graph, no_second_derivative, runs_kernel
@@ -257,7 +257,7 @@ class ShardedCollection(OneOp, WritableTables):
             routes, facts = self._plan(tables, shards)
             given = zip(tables, module._configs, params, strict=True)
             lazy = [table.name for table, *rest in given if table.options.tier is not None and is_lazy(*rest)]
-            facts["tables whose rows are made when they are needed"] = str(lazy)
+            facts = {**facts, "tables whose rows are made when they are needed": str(lazy)}
             return (routes, marks), {**facts, **facts_of_replicas(tables, shards, device)}
 
         (routes, marks), number = agree(self._exchange, device, plan)
@@ -345,6 +345,14 @@ class ShardedCollection(OneOp, WritableTables):
         """Collectives called so far."""
         beside = [exchange for exchange in (self._local, self._replicas) if exchange is not None]
         return self._exchange.calls + sum(exchange.calls for exchange in beside)
+
+    def cached_stores(self) -> list[CachedRows]:
+        """Of this rank's tables that have a `Tier`, by groups of tables."""
+        return [group.store for group in self._tables.all_groups() if isinstance(group.store, CachedRows)]
+
+    def extra_repr(self) -> str:
+        """A line for each table of which rows of this rank lie below the device."""
+        return "\n".join(f"{table}: {metrics}" for table, metrics in metrics_of(self.cached_stores()).items())
 
     def name_exchanges(self, path: str) -> None:
         """Have a failure in an exchange name this collection by its path in the model."""
@@ -570,6 +578,9 @@ class ShardedCollection(OneOp, WritableTables):
     def drop(self, step: Step) -> None:
         """Let a batch go that no forward will take: what travels is waited for, its rows may leave their slots."""
         step.settle()
+        if step.receiving.routes is not self._routes:
+            # of another plan: what held its rows went with that
+            step.leases, step.announced, step.renewals = {}, {}, {}
         # its rows went to other ids, whether it is looked up or not
         self.shards.renew(step)
         self.shards.withdraw(step)

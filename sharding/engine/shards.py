@@ -328,7 +328,7 @@ class LocalShards:
         return self._whole_stores(stores, keep) if stores else nullcontext()
 
     def assembled(self, *, keep: bool = False) -> AbstractContextManager[None]:
-        """As `whole` of what replicas keep in parts (`FullyShardedShards`), where tables with a tier stay as they are."""
+        """`whole` of what replicas keep in parts (`FullyShardedShards`); tables with a tier stay as they are."""
         return nullcontext()
 
     @contextmanager

@@ -36,6 +36,7 @@ SAID = {
     "planner": range(12, 1000),
     "reliability": range(1, 1000),
     "sharding": range(16, 1000),
+    "tiers": range(7, 1000),
     "tuning": range(1, 2),
 }
 # what `kernels` has for lookups and updates of tables, not for jagged batches
@@ -200,13 +201,13 @@ def drawer(page: str) -> Any:
     return script
 
 
-@pytest.mark.parametrize("page", ["jagged", "sharding", "engine"])
+@pytest.mark.parametrize("page", ["jagged", "sharding", "engine", "tiers"])
 def test_pictures_are_those_that_the_script_draws(page: str, tmp_path: Path) -> None:
     drawer("jagged" if page == "jagged" else "sharding").write(tmp_path)
     # those of the page on jagged batches have no name in front
     pattern = "*" if page == "jagged" else f"{page}_*"
     drawn = {path.name: path.read_text() for path in tmp_path.glob(pattern)}
-    others = ("pipeline_", "planner_", *(["sharding_", "engine_"] if page == "jagged" else []))
+    others = ("pipeline_", "planner_", *(["sharding_", "engine_", "tiers_"] if page == "jagged" else []))
     kept = (DOCS / "pictures").glob(pattern)
     assert drawn == {path.name: path.read_text() for path in kept if not path.name.startswith(others)}
     assert set(re.findall(PICTURE, read(page))) == set(drawn)

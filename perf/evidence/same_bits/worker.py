@@ -14,7 +14,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from shardwise import (
     EmbeddingCollection,
     EmbeddingCollectionSharder,
     EmbeddingConfig,
+    EmbeddingModuleShardingPlan,
     GradientCheckMode,
     KeyedJaggedTensor,
     LarsSGD,
@@ -283,8 +284,8 @@ def generator_of(table: TableMix, world: int, local: int) -> Any:
     return made[table.strategy]()
 
 
-def model_of(mix: Mix, world: int, device: torch.device) -> DistributedModelParallel:
-    """The sharded model of this rank."""
+def model_of(mix: Mix, world: int, device: torch.device, tier: Any = None) -> DistributedModelParallel:
+    """The sharded model of this rank; with a `tier` rows of all tables lie below the device."""
     local = mix.local_size if world % mix.local_size == 0 else 1
     net = Net(mix, device)
     ways = {table.name: generator_of(table, world, local) for table in mix.tables}
@@ -298,6 +299,9 @@ def model_of(mix: Mix, world: int, device: torch.device) -> DistributedModelPara
     else:
         sharder = EmbeddingCollectionSharder(qcomm_codecs_registry=codecs, use_index_dedup=mix.dedup)
     plan = construct_module_sharding_plan(net.tables, ways, sharder, local, world, device.type)
+    if tier is not None:
+        # earlier commits, which this program trains too, know none
+        plan = EmbeddingModuleShardingPlan({name: replace(of_table, tier=tier) for name, of_table in plan.items()})
     assert dist.group.WORLD is not None
     env = ShardingEnv.from_process_group(dist.group.WORLD, local_world_size=local)
     return DistributedModelParallel(net, env, device=device, plan=ShardingPlan({"tables": plan}), sharders=[sharder])
