@@ -347,7 +347,8 @@ class Victims:
         others = counts.clone()
         others[self._tables] = 0
         total = int(others.sum())
-        pieces = list(lowest(state.key, state.held, state.slot_borders, others, total).split(others.tolist()))
+        picked = lowest(state.key, state.held, state.slot_borders, others, total)
+        pieces = list(picked.split_with_sizes(others.tolist()))
         for q, t in enumerate(self._tables):
             if wanted := int(counts[t]):
                 pieces[t] = self._pick(state, q, t, wanted)

@@ -47,7 +47,7 @@ _DIGITS = 1 << _DIGIT
 
 
 @compiled(inline=True)
-def _id(address: int, nbytes: int, at: int) -> int:
+def _id(address: int, nbytes: int, at: int) -> Any:
     return i8(address, at + 1)[at] if nbytes == 8 else np.int64(i4(address, at + 1)[at])
 
 
@@ -290,7 +290,7 @@ def use(
         s, is_hit = np.uint64(slot[i]), i < hit_count
         holders[s] = (holders[s] & (MARK - 1)) + 1
         if kind == LRU:
-            value = np.int64(batch)
+            value: Any = np.int64(batch)
         elif kind == 0:
             value = given[i]
         else:
@@ -300,8 +300,7 @@ def use(
             elif value <= 0:
                 value = now
             else:
-                high, low = max(value, now), min(value, now)
-                value = high + gained[np.uint64(min(high - low, gains - 1))]
+                value = max(value, now) + gained[np.uint64(min(abs(value - now), gains - 1))]
         scored[s] = value
         if not (keeps and is_hit and keyed[s] > SCORES + EMPTY_KEYS):
             keyed[s] = min(max(value - base, 0), SCORES) + EMPTY_KEYS

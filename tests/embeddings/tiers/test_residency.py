@@ -183,7 +183,7 @@ class History:
         return torch.tensor(sorted(self.first_row[t] + r for t, r in rows), dtype=torch.int64)
 
     def batch(self, rows: set[tuple[int, int]]) -> tuple[Tensor, Tensor, list[int]]:
-        """The rows as a batch of ids, some of them twice, out of their tables or past the end; and the table of each."""
+        """The rows as a batch of ids, some of them twice, out of their tables or past the end; and their tables."""
         rng, ids, tables, offsets = self.random, list[int](), list[int](), [0]
         for f, t in enumerate([*range(len(self.model.rows)), 0]):
             # the last feature looks the first table up as well
