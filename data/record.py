@@ -146,6 +146,6 @@ def _by_feature(features: Iterable[KeyedJaggedTensor]) -> dict[str, list[Tensor]
     """Ids of each feature."""
     ids: dict[str, list[Tensor]] = {}
     for kjt in features:
-        for key, values in zip(kjt.keys(), kjt.values().split(kjt.length_per_key()), strict=True):
+        for key, values in zip(kjt.keys(), torch.split(kjt.values(), kjt.length_per_key()), strict=True):
             ids.setdefault(key, []).append(values.to("cpu", torch.int64))
     return ids

@@ -263,7 +263,7 @@ def _rows_of(piece: _Piece, table: TracedTable) -> list[Tensor]:
     rows = sums - np.repeat(before, counts) - 1
     if len(rows) and int(rows.max()) >= table.rows:
         raise ValueError(f"table {table.name!r}: row {int(rows.max())} is none of its {table.rows:,}")
-    return [*torch.from_numpy(rows).split(counts.tolist())] if len(counts) else []
+    return [*torch.split(torch.from_numpy(rows), counts.tolist())] if len(counts) else []
 
 
 def _escape_type(table: TracedTable) -> type[np.uint32] | type[np.uint64]:
@@ -349,7 +349,7 @@ class _NpzSource:
 
     def ends(self) -> tuple[Any, Any]:
         with zipfile.ZipFile(self._path) as archive:
-            return tuple(parse_json(_member(archive, name)) for name in ("header.json", "end.json"))  # type: ignore[return-value]
+            return parse_json(_member(archive, "header.json")), parse_json(_member(archive, "end.json"))
 
     def chunks(self, tables: Sequence[TracedTable]) -> Iterator[_Chunk]:
         with zipfile.ZipFile(self._path) as archive:
@@ -472,6 +472,6 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow.parquet
     except ImportError as error:
         raise ImportError(
-            "a .parquet trace needs pyarrow, the extra `data`: pip install shardwise[data], or write an .npz"
+            "a .parquet trace needs pyarrow, which the extra `data` brings: install it, or write an .npz"
         ) from error
     return pyarrow, pyarrow.parquet

@@ -32,7 +32,7 @@ from shardwise import (
 from shardwise.planner import ParameterConstraints
 from shardwise.planner.layout import Tier
 
-ROWS, SLOTS, STEPS = 5000, 400, 20
+ROWS, SLOTS, STEPS = 5000, 1000, 20
 
 
 class KeyValues(Protocol):

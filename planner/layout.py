@@ -92,6 +92,7 @@ def bounds_check_name(mode: object) -> str:
     return "IGNORE" if name == "NONE" else name.removeprefix("V2_") if name in _BOUNDS_CHECKS else name
 
 
+_OF_TIERS = "Tier(...) of shardwise.planner.layout"
 _ON_DEVICE = "rows are kept in the memory of the device"
 _CACHED = f"the compute kernels {' and '.join(CACHED_KERNELS)} read it, and none is asked for"
 _STORED = "the compute kernel key_value reads it, which is not asked for"
@@ -113,9 +114,7 @@ TRAINED_SETTINGS: Mapping[str, Setting] = {
     ),
     "key_value_params": Setting(idle=_is_given, reason=_STORED, kernels=_STORED_KERNELS),
     "use_virtual_table": _VIRTUAL,
-    "tier": Setting(
-        lambda value: _is_given(value) and not isinstance(value, Tier), "Tier(...) of shardwise.planner.layout"
-    ),
+    "tier": Setting(lambda value: not isinstance(value, Tier | None), _OF_TIERS),
 }
 _SAME_BITS = "outputs of a quantized table always have the bits of the unsharded one"
 _BY_KERNEL = "the compute_kernel of a quantized table says where its rows are"
@@ -129,7 +128,7 @@ SERVED_SETTINGS: Mapping[str, Setting] = {
     "reduction": Setting(idle=_is_given, reason=_SAME_BITS),
     "row_state": Setting(idle=_is_given, reason=_SAME_BITS),
     "use_virtual_table": _VIRTUAL,
-    "tier": Setting(idle=_is_given, reason=_BY_KERNEL),
+    "tier": Setting(lambda value: not isinstance(value, Tier | None), _OF_TIERS, _is_given, _BY_KERNEL),
 }
 
 
@@ -178,7 +177,8 @@ class Tier:
 
     Args:
         slots: rows on the device at a time, all shards of a row range together: a number, or as a float a share of the
-            rows. None is as few as the batches in flight need.
+            rows. None is as few as the batches in flight need; in a constraint of our search, as many as pay best in
+            the memory that there is.
         below: "ram" (the host's memory, pinned where the device is CUDA), "file" (a scratch file in `folder`), or a
             function of (table name, rows, bytes of a record) that makes a `Backing`.
         folder: of scratch files, made where it is missing; on a local disk.

@@ -452,9 +452,7 @@ class TableGroup:
         if moved.is_meta:
             raise ValueError(f"tables {names}: have a tier: rows below a device cannot be on meta")
         if moved.device != self.device and self.lookahead.is_in_use():
-            raise RuntimeError(
-                f"tables {names}: a batch that is under way holds rows that would move to {moved.device}"
-            )
+            raise RuntimeError(f"tables {names}: a batch under way holds rows that would move to {moved.device}")
 
     def move(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply what `nn.Module._apply` applies (`.to`, `.half`, `to_empty`) to the tables; states follow the device.

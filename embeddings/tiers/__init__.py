@@ -1,7 +1,7 @@
 """Tables larger than their device: rows in slots, all others below, with the bits of tables that lie there whole."""
 
 from .backing import Backing, HostRecords
-from .cached_rows import CacheCounts, CachedRows, CacheLease, CacheSpec
+from .cached_rows import CacheCounts, CachedRows, CacheLease, CacheSpec, TooManyRows
 from .curves import TraceCurves, regret, sizes_between
 from .files import FileRecords
 from .io_queue import IoQueue, Job
@@ -38,6 +38,7 @@ __all__ = [
     "Simulation",
     "Span",
     "TooFewSlots",
+    "TooManyRows",
     "TraceCurves",
     "chunks_of",
     "lfu",

@@ -7,31 +7,40 @@ bits of tables that lie on the device as a whole. Which rows are where is `Resid
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardwise.kernels import move_rows
-from shardwise.kernels.features import FIRST_ROW, ROWS
+from shardwise.kernels.rows.residency import Lookups
 
 from .backing import Backing, HostRecords
 from .curves import TraceCurves
 from .policies import Policy, lru
 from .records import RecordLayout
-from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots
+from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots, grown_slots
 from .transfers import Transfers
 from .turns import Turns
 
 if TYPE_CHECKING:
     from ..tables.table_group import TableGroup
 
+# batches in a row that nearly all miss before a warning
+_COLD_BATCHES = 100
 # rows that are copied at once where all of a table are: a few copies of them are in memory at a time
 _CHUNK_BYTES = 16 * 2**20
+
+
+class TooManyRows(ValueError):
+    """A batch alone wants more rows of a table than may be on the device; nothing has changed."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +53,14 @@ class CacheSpec:
         below: (rows, bytes of a record) -> where its records lie.
         fresh: rows [n] of the table -> their initial values [n, dim], where rows are made when they are first needed;
             otherwise all rows are given (`CachedRows.write`).
+        share: the part of its table's rows that these are: a `Tier` counts slots of all of them.
     """
 
     slots: int
     max_slots: int
     below: Callable[[int, int], Backing]
     fresh: Callable[[Tensor], Tensor] | None = None
+    share: float = 1.0
 
 
 @dataclass
@@ -119,6 +130,10 @@ class CachedRows:
         self._resolved = 0
         # what that was at the last prefetch without room
         self._stalled = -1
+        # of which features and tables `_lookups` are
+        self._made_of: tuple[Tensor, list[Span]] | None = None
+        # of each table the batches in a row that nearly all missed, and whether that was said
+        self._cold, self._warned = [0] * len(specs), [False] * len(specs)
 
     def attach(self, group: TableGroup) -> None:
         """As `RowStore.attach`."""
@@ -156,32 +171,29 @@ class CachedRows:
 
     # ---- batches
 
-    def rows_of(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """The rows [N] of ids, counted over all tables; -1 of what lies in no table."""
-        assert self.group is not None
-        features = self.group.check.features
-        samples = (offsets.shape[0] - 1) // max(features.shape[0], 1)
-        ends = offsets[samples::samples].contiguous() if samples else offsets[:0]
-        feature = torch.bucketize(torch.arange(ids.shape[0], device=ids.device), ends, right=True)
-        used = feature < features.shape[0]
-        feature = feature.clamp(max=max(features.shape[0] - 1, 0))
-        ids = ids.long()
-        inside = used & (ids >= 0) & (ids < features[feature, ROWS])
-        return torch.where(inside, ids + features[feature, FIRST_ROW], -1)
-
     def announce(self, ids: Tensor, offsets: Tensor) -> Announced:
         """As `LookaheadStore.announce`."""
         with self._turns.turn():
-            return self.residency.announce(self._distinct(self.rows_of(ids, offsets)))
+            return self.residency.announce_ids(ids, offsets, self._lookups())
+
+    def _lookups(self) -> Lookups:
+        """Features by the numbers of rows; made anew where slots or memory have moved."""
+        group, residency = self.group, self.residency
+        assert group is not None
+        features = group.check.features
+        if self._made_of is None or self._made_of[0] is not features or self._made_of[1] is not residency.tables:
+            place = {t: n for n, t in enumerate(residency._order)}
+            tables = [lookup.table for lookup in group.lookups]
+            first = [residency.tables[t].first_slot for t in tables]
+            numbers = [torch.tensor(some, dtype=torch.int64, device=features.device) for some in (
+                first, [place[t] for t in tables])]  # fmt: skip
+            self._lookups_now, self._made_of = Lookups(features, *numbers), (features, residency.tables)
+        return self._lookups_now
 
     def withdraw(self, announced: Announced) -> None:
         """As `LookaheadStore.withdraw`."""
         with self._turns.turn():
             self.residency.withdraw(announced)
-
-    def _distinct(self, rows: Tensor) -> Tensor:
-        distinct: Tensor = torch.unique(rows[rows >= 0])
-        return distinct
 
     @torch.no_grad()
     def resolve(
@@ -191,16 +203,14 @@ class CachedRows:
 
         Raises:
             NoFreeSlots: leases hold too many slots.
-            ValueError: the batch alone wants more rows of a table than it may have slots.
+            TooManyRows: the batch alone wants more rows of a table than it may have slots.
         """
         with self._turns.turn():
-            rows = self.rows_of(ids, offsets)
-            distinct = self._distinct(rows) if announced is None or not announced.is_pending else announced.rows
             try:
-                lease = self.residency.want(distinct, announced)
+                slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), announced)
             except TooFewSlots as error:
                 self._grow(error.needed)
-                lease = self.residency.want(distinct, announced)
+                slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), announced)
             self._resolved += 1
             held = CacheLease(self._resolved, lease)
             # where no backward comes and nobody says so, the rows may go once nobody has what was looked up
@@ -208,11 +218,8 @@ class CachedRows:
             self._move(held)
             if self.traces is not None:
                 self._trace(lease, self.traces)
-            self._count(distinct, lease.moves)
-            features = self._first_slots()
-            slots = self.residency.slot_of[rows.clamp(min=0)].long() if rows.numel() else rows
-            table = torch.bucketize(slots, features[1:], right=True)
-            return torch.where(rows >= 0, slots - features[table], -1), held
+            self._count(lease.counts)
+            return slots, held
 
     def trace(self) -> None:
         """Gather from now on which rows batches want, in 20 bytes a row of the tables: `traces`."""
@@ -230,14 +237,11 @@ class CachedRows:
         for span, trace in zip(self.residency.tables, traces, strict=True):
             trace.add(rows[(rows >= span.first_row) & (rows < span.first_row + span.rows)] - span.first_row)
 
-    def _first_slots(self) -> Tensor:
-        return self.residency._slot_borders[:-1]
-
     def _grow(self, needed: dict[int, int]) -> None:
         """Give tables the slots that they need.
 
         Raises:
-            NoFreeSlots, ValueError: they may not have so many; nothing has changed.
+            NoFreeSlots, TooManyRows: they may not have so many; nothing has changed.
         """
         from ..tables.table_group import NoFreeSlots
 
@@ -252,17 +256,13 @@ class CachedRows:
                 self.counts[t].stalls += self._stalled != self._resolved
                 self._stalled = self._resolved
                 raise NoFreeSlots(f"table {shape.name!r}: {slots} slots are needed beside those of batches under way")
-            gib = slots * self.layouts[t].bytes / 2**30
-            raise ValueError(
+            gib, enough = slots * self.layouts[t].bytes / 2**30, math.ceil(slots / self.specs[t].share)
+            raise TooManyRows(
                 f"table {shape.name!r}: a batch wants {slots} distinct rows and the table may have {most} of its"
-                f" {shape.rows} rows on the device: Tier(max_slots={slots}), {gib:.3g} GiB, would do, or smaller"
+                f" {shape.rows} rows on the device: Tier(max_slots={enough}), {gib:.3g} GiB here, would do, or smaller"
                 " batches"
             )
-        # half as many again, so that it does not happen every batch
-        grown = {
-            t: min(max(slots, group.tables[t].resident * 3 // 2), self.specs[t].max_slots)
-            for t, slots in needed.items()
-        }
+        grown = {t: grown_slots(slots, self.specs[t].max_slots) for t, slots in needed.items()}
         # loads know their slots by the numbers of now, and kernels the memory of now
         self._settle()
         self._turns.synchronize()
@@ -320,16 +320,27 @@ class CachedRows:
             if begin < end:
                 yield t, Moves(*(part[begin:end] for part in moves))
 
-    def _count(self, distinct: Tensor, moves: Moves) -> None:
-        wanted = torch.searchsorted(distinct, self.residency._row_borders).diff().tolist()
-        for t, count in zip(self.residency._order, wanted, strict=True):
-            self.counts[t].batches += 1
-            self.counts[t].wanted += count
-            self.counts[t].hits += count
-        for t, part in self._by_table(moves):
-            self.counts[t].hits -= part.loads.numel()
-            self.counts[t].fresh += int(part.fresh.sum())
-            self.counts[t].saves += int((part.saves >= 0).sum())
+    def _count(self, moved: Tensor) -> None:
+        for t, (hits, missing, fresh, saves) in zip(self.residency._order, moved.tolist(), strict=True):
+            counts = self.counts[t]
+            counts.batches += 1
+            counts.wanted += hits + missing
+            counts.hits += hits
+            counts.fresh += fresh
+            counts.saves += saves
+            # until slots are full every row that comes first is a miss
+            if 10 * hits >= hits + missing or counts.misses <= self.residency.tables[t].slots:
+                self._cold[t] = 0 if missing or hits else self._cold[t]
+                continue
+            self._cold[t] += 1
+            if self._cold[t] == _COLD_BATCHES and not self._warned[t]:
+                self._warned[t] = True
+                warnings.warn(
+                    f"table {self.residency.tables[t].name!r}: of the rows that a batch wants less than 10 % were in"
+                    f" its {self.residency.tables[t].slots} slots, for {_COLD_BATCHES} batches in a row: a cache costs"
+                    " more than it saves here. More slots would help (Tier(slots=...)), or no tier",
+                    stacklevel=2,
+                )
 
     def ready(self, lease: CacheLease) -> None:
         """As `LookaheadStore.ready`.
@@ -389,10 +400,7 @@ class CachedRows:
     def follow(self, device: torch.device) -> None:
         """As `LookaheadStore.follow`."""
         assert not self.is_in_use()
-        for name, value in vars(self.residency).items():
-            if isinstance(value, Tensor):
-                setattr(self.residency, name, value.to(device))
-        self.residency.device = device
+        self.residency.follow(device)
         self._turns = Turns(device)
         for below in self.below:
             if device.type == "cuda" and isinstance(below, HostRecords):
@@ -582,4 +590,4 @@ def _abandon(store: weakref.ref[CachedRows], number: int, lease: Lease) -> None:
     """Give back what a lookup held whose backward never came: a step that failed, or none that trains."""
     cached = store()
     if cached is not None:
-        cached._release(number, lease, changed=False)
+        cached._turns.soon(partial(cached._release, number, lease, changed=False))

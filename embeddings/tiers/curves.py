@@ -148,7 +148,7 @@ class TraceCurves:
         earlier, counts = (torch.cat(parts) for parts in zip(*self._returns, strict=True))
         order = earlier.argsort(stable=True)
         of_each = torch.bincount(earlier, minlength=self.batches).tolist()
-        return [*zip(torch.cat(numbers)[order].split(of_each), counts[order].split(of_each), strict=True)]
+        return [*zip(torch.split(torch.cat(numbers)[order], of_each), torch.split(counts[order], of_each), strict=True)]
 
 
 class _Histogram:

@@ -1,7 +1,8 @@
 """Which rows of a cache go first of those that no known batch needs: a score for each slot, the lowest go.
 
 A policy is a function of the scores [n] int64 of slots that a batch uses, 0 of rows that have just come, and the number
-of the batch, counted from 1; it gives their new scores, integers from 0. Scores of other slots stay as they are.
+of the batch, counted from 1; it gives their new scores, integers from 0. Scores of other slots stay as they are. Those
+that lie 2^29 or more below the highest may count alike, so that scores may rise without end.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-Policy: TypeAlias = Callable[[Tensor, int], Tensor]
+from shardwise.kernels.rows.residency import Scoring
+from shardwise.kernels.rows.residency_numbers import AGED_LFU, LFU, LRU, UNIT
 
-# of a binary logarithm: parts of one
-_UNIT = 1024
+Policy: TypeAlias = Callable[[Tensor, int], Tensor]
 
 
 def lru(scores: Tensor, batch: int) -> Tensor:
@@ -40,13 +41,27 @@ class AgedLfu:
     def __init__(self, half_life: int = 64) -> None:
         self.half_life = half_life
         # log2(1 + 2^-d) for d parts
-        self._gain = torch.tensor([round(_UNIT * math.log2(1 + 2 ** (-d / _UNIT))) for d in range(12 * _UNIT)])
+        gain = [round(UNIT * math.log2(1 + 2 ** (-d / UNIT))) for d in range(12 * UNIT)]
+        self.gain = torch.tensor(gain, dtype=torch.int32, device="cpu")
 
     def __call__(self, scores: Tensor, batch: int) -> Tensor:
-        now = torch.full_like(scores, _UNIT * batch // self.half_life + 1)
+        now = torch.full_like(scores, UNIT * batch // self.half_life + 1)
         high, low = torch.maximum(scores, now), torch.minimum(scores, now)
-        gain = self._gain.to(scores.device)[(high - low).clamp(max=len(self._gain) - 1)]
+        gain = self.gain.to(scores.device)[(high - low).clamp(max=len(self.gain) - 1)]
         return torch.where(scores > 0, high + gain, now)
+
+
+def scoring_of(policy: Policy, batch: int, base: int) -> tuple[Scoring, int | None]:
+    """How the loops score by a policy, and a bound of the scores so far; neither is known of a function of users."""
+    if policy is lru:
+        return Scoring(LRU, batch, base), batch
+    if policy is lfu:
+        return Scoring(LFU, batch, base), batch
+    if isinstance(policy, AgedLfu):
+        # as if a row had been used 2^63 times in this batch
+        bound = UNIT * batch // policy.half_life + 1 + 63 * UNIT
+        return Scoring(AGED_LFU, batch, base, policy.half_life, policy.gain), bound
+    return Scoring(0, batch, base), None
 
 
 def policy_named(policy: str | Policy, half_life: int = 64) -> Policy:

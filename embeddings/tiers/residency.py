@@ -20,16 +20,14 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import lowest
+from shardwise.kernels.rows import residency as steps
+from shardwise.kernels.rows.residency import Found, Lookups, Scratch, SlotTables
+from shardwise.kernels.rows.residency_numbers import BELOW, EMPTY_KEYS, FRESH, NEXT_USES, SCORES
 
-from .policies import Policy
+from .policies import Policy, scoring_of
 
-# what `slot_of` has for rows without a slot: their record lies below, or they never left their initial values
-BELOW, FRESH = -1, -2
 # no announced batch needs the row
 _NONE = -1
-# keys of slots: 0 of an empty one, then scores, then next uses
-_SCORES = 2**30 - 2
-_NEXT_USES = 2**31 - 1
 
 
 class TooFewSlots(RuntimeError):
@@ -42,6 +40,13 @@ class TooFewSlots(RuntimeError):
     def __init__(self, needed: dict[int, int]) -> None:
         super().__init__(f"too few slots: {needed} are needed, by number of table")
         self.needed = needed
+
+
+def grown_slots(needed: int, most: int) -> int:
+    """Slots of a table that needs more, and may have `most`: an eighth beyond what it needs, as batches of one size want
+    about as many rows and one of them that wants most should not copy the table again.
+    """
+    return min(needed + needed // 8, most)
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,13 @@ class Announced:
 
 @dataclass(eq=False)
 class Lease:
-    """Slots [U] that a batch holds until it is released."""
+    """Slots [U] that a batch holds until it is released; counts [T, 4] on the host are what it did to each table: rows
+    that hit and that were missing, of these the fresh ones, and rows that were saved.
+    """
 
     slots: Tensor
     moves: Moves
+    counts: Tensor
 
 
 @dataclass
@@ -119,6 +127,9 @@ class Residency:
         rows = max((table.first_row + table.rows for table in tables), default=0)
         self.slot_of = torch.full((rows,), FRESH, dtype=torch.int32, device=self.device)
         self.batch = 0
+        # keys of scores count from here
+        self._base = 0
+        self._scratch = Scratch()
         # those that are held
         self.leases: list[Lease] = []
         self._place_slots()
@@ -149,35 +160,49 @@ class Residency:
         self._score = torch.zeros(slots, dtype=torch.int64, device=self.device)
         self._key = torch.zeros(slots, dtype=torch.int32, device=self.device)
 
+    @property
+    def _state(self) -> SlotTables:
+        # made for each batch: tensors are other ones once slots grew or the device changed
+        return SlotTables(
+            self.slot_of, self.row_of, self.held, self.dirty, self._stored, self._score, self._key, self._row_borders,
+            self._slot_borders,
+        )  # fmt: skip
+
     # ---- batches
 
     def announce(self, rows: Tensor) -> Announced:
         """Say that a batch will come that wants distinct `rows` [U], ascending; batches come in this order."""
         self._forget_withdrawn()
+        return self._announce(rows, self._places()[rows])
+
+    def announce_ids(self, ids: Tensor, offsets: Tensor, lookups: Lookups) -> Announced:
+        """As `announce`, of a batch's ids [N], offsets [F*B + 1]."""
+        self._forget_withdrawn()
+        begin = self._window.entries
+        return self._announce(*steps.distinct_rows(self._state, ids, offsets, lookups, self._places(), begin))
+
+    def _places(self) -> Tensor:
+        if self._latest is None:
+            self._latest = torch.full_like(self.slot_of, -1, dtype=torch.int64)
+        return self._latest
+
+    def _announce(self, rows: Tensor, before: Tensor) -> Announced:
         window = self._window
         announced = Announced(window.announced, rows, window.entries)
         window.announced, window.entries = window.announced + 1, announced.end
         window.batches.append(announced)
-        if self._latest is None:
-            self._latest = torch.full_like(self.slot_of, -1, dtype=torch.int64)
         pending = announced.end - window.batches[0].begin
         if pending > self._next.shape[0]:
             self._grow_ring(pending)
-        self._link(announced)
+        self._link(announced, before)
         return announced
 
-    def _link(self, announced: Announced) -> None:
+    def _link(self, announced: Announced, before: Tensor) -> None:
         """Make the batch the next use of what its rows were announced for before, or of the slots where they are."""
-        assert self._latest is not None
-        rows, size = announced.rows, self._next.shape[0]
-        places = torch.arange(announced.begin, announced.end, device=self.device)
-        self._next[places % size] = _NONE
-        before = self._latest[rows]
-        waits = before >= self._window.batches[0].begin
-        self._next[before[waits] % size] = announced.number
-        slots = self.slot_of[rows[~waits]].long()
-        self._key[slots[slots >= 0]] = _NEXT_USES - announced.number
-        self._latest[rows] = places
+        first = self._window.batches[0].begin
+        steps.link(
+            self._state, announced.rows, before, self._places(), self._next, announced.number, announced.begin, first
+        )
 
     def _grow_ring(self, pending: int) -> None:
         old, self._next = self._next, self._next.new_full((2 * pending,), _NONE)
@@ -203,10 +228,10 @@ class Residency:
             self._latest[batch.rows] = -1
             slots = self.slot_of[batch.rows].long()
             slots = slots[slots >= 0]
-            self._key[slots] = self._key_of_scores(self._score[slots])
+            self._key[slots] = steps.key_of(self._score[slots], self._base)
         window.withdrawn = []
         for batch in window.batches:
-            self._link(batch)
+            self._link(batch, self._latest[batch.rows])
 
     def want(self, rows: Tensor, announced: Announced | None = None) -> Lease:
         """Give slots to the distinct `rows` [U] of a batch, ascending, and hold them.
@@ -214,56 +239,73 @@ class Residency:
         Raises:
             TooFewSlots: leases hold too many slots of a table.
         """
-        if announced is not None and announced.is_pending and announced is not self._window.batches[0]:
+        return self._hold(steps.find_rows(self._state, rows), announced)
+
+    def want_ids(
+        self, ids: Tensor, offsets: Tensor, lookups: Lookups, announced: Announced | None = None
+    ) -> tuple[Tensor, Lease]:
+        """As `want`, of a batch's ids [N], offsets [F*B + 1]; and the slot [N] of each id within its table.
+
+        -1 is the slot of what lies in no table.
+        """
+        found, places = steps.find_ids(self._state, ids, offsets, lookups, self._scratch)
+        lease = self._hold(found, announced)
+        if found.missing.shape[0]:
+            places = steps.place(self._state, found, places, offsets, lookups)
+        return places, lease
+
+    def _hold(self, found: Found, announced: Announced | None) -> Lease:
+        window = self._window
+        if announced is not None and announced.is_pending and announced is not window.batches[0]:
             # those before it have not come, and may: to the window this is a batch that nobody announced
             self.withdraw(announced)
         self._forget_withdrawn()
-        slots = self.slot_of[rows].long()
-        absent = slots < 0
-        hits, missing = slots[~absent], rows[absent]
-        self.held[hits] += 1
-        try:
-            moves = self._make_room(hits, missing)
-        except TooFewSlots:
-            self.held[hits] -= 1
-            raise
-        self.held[moves.slots] += 1
-        slots[absent] = moves.slots
+        moves, counts = self._make_room(found)
+        hits = found.hits
+        slots = torch.cat([hits, moves.slots]) if moves.slots.shape[0] else hits.clone()
         self.batch += 1
-        self._score[moves.slots] = 0
-        self._score[slots] = self.policy(self._score[slots], self.batch)
-        known = self._key[slots]
-        self._key[slots] = self._key_of_scores(self._score[slots])
-        if announced is not None and announced.is_pending:
-            self._expect(slots, announced)
-        elif self._window.batches:
-            self._keep_expected(rows, slots, known, absent)
-        lease = Lease(slots, moves)
+        comes = announced is not None and announced.is_pending
+        scoring, most = scoring_of(self.policy, self.batch, self._base)
+        given = None
+        if not scoring.kind or self._state.loops is None:
+            given = self._score[slots]
+            given[hits.shape[0] :] = 0
+            given = self.policy(given, self.batch).to(torch.int64)
+        steps.use(self._state, hits, slots, scoring, given, keeps=bool(window.batches) and not comes)
+        if most is None:
+            assert given is not None
+            # host sync on CUDA: a function of users may give any scores
+            most = int(given.max()) if given.shape[0] else 0
+        if most - self._base > SCORES:
+            self._rebase(most - SCORES // 2)
+        if announced is not None and comes:
+            announced.is_pending = False
+            window.batches.pop(0)
+            steps.expect(self._state, announced.rows, announced.begin, self._next)
+        elif window.batches and moves.loads.shape[0]:
+            self._expect(moves)
+        lease = Lease(slots, moves, torch.cat([found.counts, counts], dim=1))
         self.leases.append(lease)
         return lease
 
-    def _make_room(self, hits: Tensor, missing: Tensor) -> Moves:
-        if not missing.numel():
-            nothing = missing.new_empty(0)
-            return Moves(nothing, nothing, nothing, nothing.bool())
-        # host sync on CUDA: how many rows of each table are missing
-        ends = torch.searchsorted(missing, self._row_borders)
-        counts = ends.diff()
-        picked = lowest(self._key, self.held, self._slot_borders, counts, missing.shape[0])
-        if bool((picked < 0).any()):
-            raise TooFewSlots(self._needed(hits, counts))
-        old = self.row_of[picked]
-        saves = torch.where(self.dirty[picked], old, -1)
-        leaving = old >= 0
-        stays_below = self.dirty[picked] | self._stored[picked]
-        self.slot_of[old[leaving]] = torch.where(stays_below, BELOW, FRESH).int()[leaving]
-        fresh = self.slot_of[missing] == FRESH
-        self.slot_of[missing] = picked.int()
-        self.row_of[picked] = missing
-        self._stored[picked], self.dirty[picked] = ~fresh, False
-        return Moves(picked, saves, missing, fresh)
+    def _make_room(self, found: Found) -> tuple[Moves, Tensor]:
+        """What moves, and fresh rows and saves [T, 2] by table."""
+        missing = found.missing
+        if not missing.shape[0]:
+            return Moves(missing, missing, missing, missing.bool()), torch.zeros_like(found.counts)
+        counts = found.counts[:, 1].contiguous()
+        picked = lowest(
+            self._key, self.held, self._slot_borders, counts.to(self.device, non_blocking=True), missing.shape[0]
+        )
+        # host sync on CUDA
+        if int(picked.min()) < 0:
+            needed = self._needed(counts)
+            steps.forget(self._state, found)
+            raise TooFewSlots(needed)
+        saves, fresh, moved = steps.take(self._state, missing, picked)
+        return Moves(picked, saves, missing, fresh), moved
 
-    def _needed(self, hits: Tensor, missing: Tensor) -> dict[int, int]:
+    def _needed(self, missing: Tensor) -> dict[int, int]:
         """Slots that would do, of tables that have too few: those that are held and those of missing rows."""
         borders = self._slot_borders.tolist()
         needed = {}
@@ -273,37 +315,25 @@ class Residency:
                 needed[t] = held
         return needed
 
-    def _key_of_scores(self, scores: Tensor) -> Tensor:
-        return scores.clamp(0, _SCORES).add(1).int()
+    def _rebase(self, base: int) -> None:
+        """Have keys of scores count from `base` on: they would pass those of next uses."""
+        self._base = base
+        scored = (self._key > 0) & (self._key <= SCORES + EMPTY_KEYS)
+        self._key.copy_(torch.where(scored, steps.key_of(self._score, base), self._key))
 
-    def _expect(self, slots: Tensor, announced: Announced) -> None:
-        """Have the slots of an announced batch know the next use of their rows."""
-        announced.is_pending = False
-        self._window.batches.pop(0)
-        places = torch.arange(announced.begin, announced.end, device=self.device)
-        following = self._next[places % self._next.shape[0]]
-        self._key[slots] = torch.where(following >= 0, _NEXT_USES - following, self._key[slots])
-
-    def _keep_expected(self, rows: Tensor, slots: Tensor, known: Tensor, absent: Tensor) -> None:
-        """The same of a batch that nobody announced, among others that were; `known` are keys [U] of before it."""
-        # a hit has its next use already
-        self._key[slots] = torch.where(~absent & (known > _SCORES + 1), known, self._key[slots])
-        assert self._latest is not None
-        missing, taken = rows[absent], slots[absent]
-        waits = self._latest[missing] >= self._window.batches[0].begin
-        # the first of the batches that need a row
+    def _expect(self, moves: Moves) -> None:
+        """Have rows that came for a batch that nobody announced know which of those that were needs them first."""
+        waits = self._places()[moves.loads] >= self._window.batches[0].begin
+        rows, slots = moves.loads[waits], moves.slots[waits]
         for batch in reversed(self._window.batches) if bool(waits.any()) else ():
-            wanted = torch.isin(missing, batch.rows)
-            self._key[taken[wanted]] = _NEXT_USES - batch.number
+            self._key[slots[torch.isin(rows, batch.rows)]] = NEXT_USES - batch.number
 
     def release(self, lease: Lease, *, changed: bool) -> None:
         """Let the slots of a batch go; whether their rows may have `changed`."""
         if lease not in self.leases:
             return
         self.leases.remove(lease)
-        self.held[lease.slots] -= 1
-        if changed:
-            self.dirty[lease.slots] = True
+        steps.release(self._state, lease.slots, changed=changed)
 
     # ---- what others ask
 
@@ -345,8 +375,16 @@ class Residency:
             other.held[lease.slots] += 1
         other._window, other._latest = _Window(), None
         other._next = torch.full((1,), _NONE, dtype=torch.int32, device=self.device)
-        other._key = torch.where(self.row_of >= 0, self._key_of_scores(self._score), 0)
+        other._key = torch.where(self.row_of >= 0, steps.key_of(self._score, self._base), 0)
+        other._scratch = Scratch()
         return other
+
+    def follow(self, device: torch.device) -> None:
+        """Go on with the same rows in the same slots on another device; no batch is under way."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+        self.device = device
 
     def resident(self, table: int) -> tuple[Tensor, Tensor]:
         """Rows [n] of a table that have slots, ascending, and these; both counted within the table."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.kernels import record_layout, rule_named
 
 from .policies import Policy, policy_named
-from .residency import Announced, Lease, Residency, Span, TooFewSlots
+from .residency import Announced, Lease, Residency, Span, TooFewSlots, grown_slots
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Simulation:
         most = slots if setting.max_slots is None else min(setting.max_slots, setting.rows)
         if needed > most:
             raise ValueError(f"a batch wants {needed:,} distinct rows, and there may be {most:,} slots")
-        grown = min(max(needed, slots * 3 // 2), most)
+        grown = grown_slots(needed, most)
         self.residency.grow({0: grown})
         self.counts.slots, self.counts.grown = grown, self.counts.grown + 1
 

@@ -119,7 +119,8 @@ def _named(table: str, what: str, move: Callable[[Tensor, Tensor], None], rows: 
     try:
         move(rows, records)
     except Exception as error:
-        if f"table {table!r}" in str(error):
+        # as our files do, which have a name for each shard
+        if f"table '{table}'" in str(error) or f"table '{table}." in str(error):
             raise
         text = f"table {table!r}: its rows could not be {what} below: {type(error).__name__}: {error}"
         raise RuntimeError(f"{text}. They are lost: start again from the last checkpoint") from error

@@ -12,15 +12,17 @@ from numba import float64, int64
 from numba.core import cgutils, types as numba_types
 from numba.extending import intrinsic
 
-from .njit import bits_of, compiled, f4, i4, i8, memcpy, prefetch
+from .njit import bits_of, compiled, f4, i4, i8, memcpy
 
 types: Any = numba_types
 _intrinsic: Any = intrinsic
 
 # moves whose memory is asked for before they are made, and bytes of a line of it
-_AHEAD, _LINE = 8, 64
-# values of a digit, keys that are sampled, and the largest key
-_BINS, _SAMPLES, _MOST = 1 << 11, 256, (1 << 31) - 1
+_AHEAD, _LINE = 12, 64
+# values of a digit, and the largest key
+_BINS, _MOST = 1 << 11, (1 << 31) - 1
+# keys that are sampled of a table, of many slots and of few
+_SAMPLES, _FEW_SAMPLES, _MANY_SLOTS = 1024, 256, 1 << 20
 
 
 @_intrinsic
@@ -38,10 +40,27 @@ def _store_line(typing: Any, to: Any, source: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
+@_intrinsic
+def _prefetch(typing: Any, address: Any) -> Any:
+    """Ask for a line to the second level: fewer than a row has can be under way to the first."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        ir = cgutils.ir
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        )
+        read, second, data = (ir.Constant(number, n) for n in (0, 2, 1))
+        builder.call(function, [builder.inttoptr(args[0], byte), read, second, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 @compiled(inline=True)
 def _ask(address: int, nbytes: int) -> None:
     for at in range(0, nbytes, _LINE):
-        prefetch(address + at)
+        _prefetch(address + at)
 
 
 @compiled(inline=True)
@@ -89,7 +108,7 @@ def move(parts: int, count: int, records: int, record: int, slots: int, saves: i
         if ahead < moves and slot[ahead] >= 0:
             if save[ahead] >= 0:
                 # the others are written whole
-                prefetch(records + (save[ahead] + 1) * record - _LINE)
+                _prefetch(records + (save[ahead] + 1) * record - _LINE)
             if load[ahead] >= 0:
                 _ask(records + load[ahead] * record, record)
             for p in range(count):
@@ -109,7 +128,7 @@ def move(parts: int, count: int, records: int, record: int, slots: int, saves: i
 @compiled(inline=True)
 def _bracket(key: Any, holders: Any, n: int, wanted: int, sample: Any) -> Any:
     """Keys between which the last wanted one probably is, by some keys of slots that nobody holds."""
-    step = max(1, n // _SAMPLES)
+    step = max(1, n // (_SAMPLES if n > _MANY_SLOTS else _FEW_SAMPLES))
     taken = 0
     for s in range(0, n, step):
         if holders[s] <= 0 and taken < _SAMPLES:
@@ -119,9 +138,9 @@ def _bracket(key: Any, holders: Any, n: int, wanted: int, sample: Any) -> Any:
                 at -= 1
             sample[at] = key[s]
             taken += 1
-    # three deviations of the number of sampled keys below it are less
+    # three deviations of the number of sampled keys below it, and some
     expected = wanted // step
-    spread = 4 + expected // 4 + taken // 32
+    spread = 4 + int(3 * np.sqrt(expected))
     low, high = np.int32(0), np.int32(_MOST)
     if expected - spread >= 0 and expected - spread < taken:
         low = sample[expected - spread]
@@ -143,19 +162,22 @@ def _list_up_to(key: Any, holders: Any, n: int, high: int, near: Any, listed: An
 
 
 @compiled(inline=True)
-def _last_key(near: Any, m: int, rest: int, bin: Any) -> Any:
+def _last_key(near: Any, m: int, rest: int, high: int, bin: Any) -> Any:
     """The key of place `rest`, counted from 1, of m keys in order, and which one of those equal to it is at that place.
 
-    A digit of 11 bits at a time, of keys that begin with all digits before.
+    A digit of 11 bits at a time, of keys that begin with all digits before; no key is more than `high`.
     """
     prefix = np.int64(0)
     for shift in (22, 11, 0):
+        # all would be counted one after another at 0
+        if high >> shift == 0 and shift > 0:
+            continue
         bin[:] = 0
         for i in range(m):
             if near[i] >> (shift + 11) == prefix:
                 bin[np.uint64((near[i] >> shift) & (_BINS - 1))] += 1
         here = 0
-        while bin[here] < rest:
+        while here < _BINS - 1 and bin[here] < rest:
             rest -= bin[here]
             here += 1
         prefix = (prefix << 11) | here
@@ -199,10 +221,11 @@ def lowest(
                 continue
         m = _list_up_to(key, holders, n, high, near, listed)
         if m < wanted[t] and high < _MOST:
-            m = _list_up_to(key, holders, n, _MOST, near, listed)
+            high = np.int32(_MOST)
+            m = _list_up_to(key, holders, n, high, near, listed)
         last, rest = np.int64(_MOST), np.int64(m)
         if m > wanted[t]:
-            last, rest = _last_key(near, m, wanted[t], bin)
+            last, rest = _last_key(near, m, wanted[t], high, bin)
         for i in range(m):
             if near[i] < last or (near[i] == last and rest > 0):
                 rest -= near[i] == last

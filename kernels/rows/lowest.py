@@ -1,10 +1,11 @@
 """The slots of lowest keys of each table that nobody holds: those whose rows go when others come.
 
 Shapes: keys, held [S] int32, borders [T+1], counts [T] int64; returns [capacity] int64.
-Bytes moved: keys and held, 8 a slot, once for each of a key's digits and twice to pick: 48 on a GPU, 16 to 32 on a CPU.
+Bytes moved: keys and held, 8 a slot, once for each of a key's digits and twice to pick: 48 on a GPU, 8 to 16 on a CPU.
 
-A radix selection. Each pass counts a digit of the keys that equal, in all digits before, the last key that is picked,
-and so finds that key's next digit. Then slots of lower keys, and the first ones of that key, are written in order.
+A radix selection: of all keys on a GPU, on a CPU of those that a sample says are about as low as wanted. Each pass
+counts a digit of the keys that equal, in all digits before, the last key that is picked, and so finds that key's next
+digit. Then slots of lower keys, and the first ones of that key, are written in order.
 On a GPU digits have 8 bits: 256 counts fit a program's registers, which adds them to the table's once. Of 16 bits, all
 of a batch would be added one after another at one address, because high digits of ages and counts are alike.
 """

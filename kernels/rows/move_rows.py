@@ -239,7 +239,11 @@ def _launch(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tens
         unit.append(min(align, 4))
         units.append(nbytes // unit[-1])
         aligns.append(align)
-    blocks = [min(next_power_of_2(each), _COLUMNS) for each in units]
+    # a thread that moves single units has an address for each
+    blocks = [
+        min(next_power_of_2(n), _COLUMNS if align == 16 else _COLUMNS // 2)
+        for n, align in zip(units, aligns, strict=True)
+    ]
     block = max(_ROWS[0], min(_ROWS[1], _TILE // max(blocks)))
     most = _BUS_PROGRAMS if records.device != parts[0].device else persistent_programs(parts[0].device)
     programs = min(triton.cdiv(count, block), PERSISTENT_PROGRAMS or most)

@@ -146,7 +146,7 @@ def _program() -> str | None:
     )
 
 
-GROUPS = ("lookup", "update", "quantized", "jagged", "keyed", "module")
+GROUPS = ("lookup", "update", "rows", "quantized", "jagged", "keyed", "module")
 
 
 # what the A/B of variants has compared already: its tiles and programs are those candidates

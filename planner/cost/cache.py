@@ -74,7 +74,8 @@ class MissCurve:
     ) -> MissCurve:
         """The largest convex curve below these points, at those of them that it goes through."""
         kept = _hull(slots, misses)
-        return cls(*(tuple(float(v[k]) for k in kept) for v in (slots, misses, saves)), float(wanted), source)
+        of_slots, of_misses, of_saves = (tuple(float(v[k]) for k in kept) for v in (slots, misses, saves))
+        return cls(of_slots, of_misses, of_saves, float(wanted), source)
 
     @classmethod
     def of_statistics(cls, statistics: Any, rows: int, points: int = 129) -> MissCurve:
@@ -90,7 +91,8 @@ class MissCurve:
             factors = np.unique(np.concatenate([factors, steps[(steps > least) & (steps < 1)]]))
         misses = np.minimum.accumulate([wanted * float(statistics.expected_miss_rate(float(f))) for f in factors])
         misses[-1] = 0.0
-        return cls.of_points(factors * rows, misses, misses, wanted, "cache statistics")
+        of_each = misses.tolist()
+        return cls.of_points((factors * rows).tolist(), of_each, of_each, wanted, "cache statistics")
 
     @classmethod
     def of_skew(cls, rows: int, ids: float, skew: Skew, points: int = 97) -> MissCurve:
@@ -103,8 +105,10 @@ class MissCurve:
         slots = np.unique(np.geomspace(min(max(wanted, 1.0), rows), rows, points))
         misses = np.array([float((counts * wanted_share * _absent(counts, wanted_share, s)).sum()) for s in slots])
         misses[-1] = 0.0
-        misses = np.minimum.accumulate(misses)
-        return cls.of_points(slots, misses, misses, wanted, "Che's approximation of ids drawn by a power law")
+        of_each = np.minimum.accumulate(misses).tolist()
+        return cls.of_points(
+            slots.tolist(), of_each, of_each, wanted, "Che's approximation of ids drawn by a power law"
+        )
 
     def misses_at(self, slots: float) -> float:
         """Rows a step that come from below."""
@@ -368,12 +372,9 @@ def caches_from(plain: Mapping[str, Any]) -> Caches:
     Raises:
         KeyError, TypeError, ValueError: it is something else.
     """
-    curves = {
-        name: MissCurve(
-            *(tuple(float(n) for n in curve[part]) for part in ("slots", "misses", "saves")), float(curve["wanted"]),
-            str(curve["source"]),
-        )
-        for name, curve in plain["curves"].items()
-    }  # fmt: skip
-    slots = {name: int(count) for name, count in plain["slots"].items()}
-    return Caches(curves, links=Links(**plain["links"]), slots=slots)
+    curves = {}
+    for name, plain_curve in plain["curves"].items():
+        slots, misses, saves = (tuple(float(n) for n in plain_curve[part]) for part in ("slots", "misses", "saves"))
+        curves[name] = MissCurve(slots, misses, saves, float(plain_curve["wanted"]), str(plain_curve["source"]))
+    sizes = {name: int(count) for name, count in plain["slots"].items()}
+    return Caches(curves, links=Links(**plain["links"]), slots=sizes)

@@ -31,6 +31,9 @@ that hold it, times W / S, so that the work of all ranks together is right.
 A cut table of kernel "dense" trains by its gradient: R w numbers more are filled, and read by an optimizer that reads
 and writes the rows (_STEPPED times R w at copy_gb_s, in bwd_compute), and are held.
 
+A table with rows below the device (`Tier`) has on it what cache.py says, and brings the rows that miss: prefetch, which
+is counted in full, as in a step that hides nothing.
+
 A served table (`Table.served`) is looked up by one process, which has the batch: n ids, not W n, travel to a device and
 results back to the first. Of row ranges the rows of the table travel instead, and are pooled there. No backward.
 

@@ -157,7 +157,8 @@ def _constraint(entry: Mapping[str, Any], where: str) -> ParameterConstraints:
     }  # fmt: skip
     for field in entry:
         if field in _OBJECTS:
-            raise ValueError(f"{where}: {field} cannot be said in a file, only in Python")
+            instead = "" if field == "bounds_check_mode" else "; tier says in a file where rows lie"
+            raise ValueError(f"{where}: {field} cannot be said in a file, only in Python{instead}")
         if field not in readers:
             raise ValueError(f"{where}: unknown field {field!r}{nearest(field, readers)}")
     return ParameterConstraints(**{field: _field(entry, field, where, readers[field]) for field in entry})

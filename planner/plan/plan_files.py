@@ -263,11 +263,12 @@ def _assignment(problem: Problem, entries: list[dict[str, Any]], where: str) -> 
     for item in problem.items:
         entry = by_names.get(item.names)
         wanted = entry and (entry["sharding_type"], entry["compute_kernel"], tuple(entry["widths"]))
+        slots = None if entry is None else entry.get("slots")
         matching = [
             number
             for number, choice in enumerate(item.choices)
             if (choice.sharding_type, choice.compute_kernel, choice.widths) == wanted
-            and (choice.cached is None or choice.cached.slots == entry.get("slots"))
+            and (choice.cached is None or choice.cached.slots == slots)
         ]
         if entry is None or not matching:
             raise ValueError(f"{where}: {', '.join(item.names)}: no choice is as the file says; plan anew")

@@ -207,6 +207,10 @@ class ThrashError(PlannerError):
         super().__init__(message, PlannerErrorType.INSUFFICIENT_STORAGE)
         self.more_bytes = more_bytes
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data that json can write."""
+        return {"error": str(self), "error_type": self.error_type.value, "more_bytes": self.more_bytes}
+
 
 def faults_of_caches(planned: Planned) -> Iterator[tuple[str, float, bool, str]]:
     """Caches that thrash: table, bytes of device memory that would do, whether the search chose its slots, and why."""

@@ -156,7 +156,7 @@ def _measure(choice: Choice, region: Region) -> tuple[float, float, float, float
     if choice.span == region.ranks:
         # blocks over all ranks lie on top of each other
         time, hbm, ddr = (array.sum(axis=0, keepdims=True) for array in (time, hbm, ddr))
-        least = tuple(array.sum(axis=0, keepdims=True) for array in least)  # type: ignore[assignment]
+        least = (least[0].sum(0, keepdims=True), least[1].sum(0, keepdims=True), least[2].sum(0, keepdims=True))
     elif least[1].sum() > region.hbm_sum or least[2].sum() > region.ddr_sum:
         return None
     # [K, N, S], and [K, N] once the places of the span are summed up

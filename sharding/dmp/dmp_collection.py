@@ -183,8 +183,8 @@ class DMPCollection(DistributedModelParallel):
     def sync(self, include_optimizer_state: bool = True) -> None:
         """Make every replica's tables the mean of all; their optimizer states too, unless asked not to.
 
-        One all-reduce for each dtype of weights, and one of states; of tables with a tier these go some rows at a time,
-        weights and states alike, whatever rows are on the device of each replica. All ranks call this together, after a step.
+        One all-reduce for each dtype of weights, and one of states; of tables with a tier one of each for some rows at
+        a time, whichever of them are on the device of each replica. All ranks call this together, after a step.
         Replicas have equal bits afterwards, but for states if these are left out. Tables that are FULLY_SHARDED are the
         mean already, and are left out.
         """

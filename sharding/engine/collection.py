@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from shardwise.embeddings import GradientCheckMode
+from shardwise.embeddings import GradientCheckMode, NoFreeSlots
 from shardwise.embeddings.collections.collection import require_features
 from shardwise.embeddings.tables.id_check import mark_bad_ids
 from shardwise.embeddings.tables.lookup_autograd import warn_of_eval
 from shardwise.embeddings.tables.variable_batch import pad_strides, require_full_batch
-from shardwise.embeddings.tiers import CachedRows, metrics_of
+from shardwise.embeddings.tiers import CachedRows, TooManyRows, metrics_of
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged.tracing import record_forward
 from shardwise.kernels._op import in_graph, no_second_derivative, runs_kernel
@@ -33,7 +33,7 @@ from shardwise.kernels._op import in_graph, no_second_derivative, runs_kernel
 from ...planner.layout import Shard, TableOptions, validate
 from ..comms.agreement import Facts, agree, facts_of, facts_of_shards
 from ..comms.awaitable import LazyAwaitable
-from ..comms.consensus import send_header
+from ..comms.consensus import raise_first, send_header
 from ..comms.env import ShardingEnv, ShardingEnv2D, get_gradient_division
 from ..comms.exchange import Exchange
 from ..comms.failures import agreed, raise_after_backward
@@ -42,7 +42,7 @@ from ..comms.qcomms import codecs_of
 from ..compiled.registry import name_for_graphs
 from ..compiled.step import OneOp, step_in_graph
 from .dedup import dedup_ids
-from .flags import fault_error, fault_of, flag_of
+from .flags import LACKS_SLOTS, fault_error, fault_of, flag_of
 from .fully_sharded import FullyShardedShards
 from .fused_optimizer import ShardedFusedOptimizer
 from .id_map import IdMap, id_ranges, pack_mapped
@@ -85,6 +85,9 @@ class ExchangedLookup(torch.autograd.Function):
         wire, exchange = collection.wire, collection._exchange
         received = step.rows.wait()
         if any(step.rows.flags):
+            collection.shards.release(step, changed=False)
+            if any(lacks := [flag & LACKS_SLOTS for flag in step.rows.flags]):
+                raise_first(exchange, lacks, step.lack, collection.device)
             fault = 1 + wire.overflowing_lookup(step) if step.rows.flags[exchange.rank] else 0
             raise fault_error(exchange, fault, wire.routes, wire.codec, collection.device)
         step.unsure_rows = {}
@@ -254,7 +257,7 @@ class ShardedCollection(OneOp, WritableTables):
             routes, facts = self._plan(tables, shards)
             given = zip(tables, module._configs, params, strict=True)
             lazy = [table.name for table, *rest in given if table.options.tier is not None and is_lazy(*rest)]
-            facts["tables whose rows are made when they are needed"] = str(lazy)
+            facts = {**facts, "tables whose rows are made when they are needed": str(lazy)}
             return (routes, marks), {**facts, **facts_of_replicas(tables, shards, device)}
 
         (routes, marks), number = agree(self._exchange, device, plan)
@@ -520,11 +523,13 @@ class ShardedCollection(OneOp, WritableTables):
         """
         if all_tables and step.dense_rows is None:
             if self._routes.replicas:
-                with torch.no_grad():
-                    step.replicated_rows = self.shards.look_up_replicated(step, dense=False)
+                self._look_up_replicas(step)
             step.dense_rows = self.dense_rows(step)
         if step.phase >= LOOKED_UP:
             return
+        if self.shards.may_lack_slots and not step.update and self._routes.replicas and step.replicated_rows is None:
+            # while the others can still be told
+            self._look_up_replicas(step)
         step.trains, wire = self.training, self.wire
         # as `no_grad`, which is more calls
         with torch.set_grad_enabled(False):
@@ -533,9 +538,20 @@ class ShardedCollection(OneOp, WritableTables):
             flag = None
             if wire.codec is not None:
                 flag, step.unsure_rows = flag_of(sent, wire.codec), rows
+            if self.shards.may_lack_slots:
+                lack = sent.new_full((1,), 0 if step.lack is None else LACKS_SLOTS, dtype=torch.int32)
+                flag = lack if flag is None else flag | lack
             step.row_sizes = wire.row_sizes(step)
             step.rows = self._exchange.rows(sent, sizes, step.row_sizes, codec=wire.codec, flag=flag)
         step.phase = LOOKED_UP
+
+    def _look_up_replicas(self, step: Step) -> None:
+        """Rows of this rank's own batch in tables that every rank holds and trains in its backward."""
+        try:
+            with torch.no_grad():
+                step.replicated_rows = self.shards.look_up_replicated(step, dense=False)
+        except (NoFreeSlots, TooManyRows) as error:
+            self.shards.note_lack(step, error)
 
     def output_dist(self, ctx: StepContext, output: Step) -> LazyAwaitable[Any]:
         """The result of a batch, which waits for other ranks when it is used."""
@@ -562,6 +578,9 @@ class ShardedCollection(OneOp, WritableTables):
     def drop(self, step: Step) -> None:
         """Let a batch go that no forward will take: what travels is waited for, its rows may leave their slots."""
         step.settle()
+        if step.receiving.routes is not self._routes:
+            # of another plan: what held its rows went with that
+            step.leases, step.announced, step.renewals = {}, {}, {}
         # its rows went to other ids, whether it is looked up or not
         self.shards.renew(step)
         self.shards.withdraw(step)

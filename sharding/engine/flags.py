@@ -1,4 +1,5 @@
-"""Flags that travel with rows and gradients: whether a number cannot be carried, or is none. All raise, none writes.
+"""Flags that travel with rows and gradients: whether a number cannot be carried, or is none, or rows find no slots. All
+raise, none writes.
 
 A flag is found on the device and read where it arrives. Only then does a rank look for what it was, and an exchange of
 its own, which a good step does not need, tells the others its fault: 0 where all is well; 1 + n where a number of
@@ -20,6 +21,8 @@ from ..comms.exchange import Exchange
 from ..comms.failures import agreed
 from .routes import Routes
 
+# of a rank that has no slots for the rows that it was asked for, beside what `flag_of` says
+LACKS_SLOTS = 2
 _KEPT = "no table of its collection changed"
 
 

@@ -75,7 +75,7 @@ class ShardedFusedOptimizer(FusedOptimizer):
         return root_of(power, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
-        """As `FusedOptimizer.state_dict`: live, but copies of FULLY_SHARDED tables, and on the CPU of those with a tier."""
+        """As `FusedOptimizer.state_dict`: live, but copies of FULLY_SHARDED tables, and of those with a tier (CPU)."""
         if not any(map(self._shards.is_away, self._values.tables)):
             return super().state_dict()
         self._away = {name for name in self._values.tables if self._shards.is_away(name)}

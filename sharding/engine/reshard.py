@@ -1,8 +1,9 @@
 """Sharded tables go over to another plan in place: weights, optimizer states, counts of steps and learning rates.
 
-Each rank sends the rectangles in which its old shards meet new shards of others, one exchange a table. Numbers travel
-as fp32, which holds every weight as it is. Tables with a tier, before or after, go some rows at a time. A state per row belongs to the columns that it was made of: it moves as it
-is where the new plan has numbers for the same columns, and is averaged over columns only where `resplit` says so.
+Each rank sends the rectangles in which its old shards meet new shards of others, one exchange a table; tables with a
+tier, before or after, go some rows at a time. Numbers travel as fp32, which holds every weight as it is. A state per
+row belongs to the columns that it was made of: it moves as it is where the new plan has numbers for the same columns,
+and is averaged over columns only where `resplit` says so.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.embeddings import NoFreeSlots, TableGroup
 from shardwise.embeddings.tables.row_sums import add_powers, power_of, sum_rows
-from shardwise.embeddings.tiers import CachedRows
+from shardwise.embeddings.tiers import CachedRows, TooManyRows
 
 from ...planner.layout import Span
 from ..comms.exchange import Exchange
@@ -27,6 +27,7 @@ from .routes import ROWS, Routes
 from .row_state import Touched, WholeRows, touched_rows
 from .step import Step
 from .tables import LocalTables
+from .tiers import slots_of
 
 T = TypeVar("T")
 
@@ -50,6 +51,8 @@ class LocalShards:
         # groups that answer an evaluation and a training step
         asked = [g for g, part in enumerate(self.parts) if part.slots]
         self._asked = [g for g in asked if not self.parts[g].is_replica], asked
+        # whether a batch may want more rows on some rank than have slots there; all ranks know
+        self.may_lack_slots = _may_lack_slots(routes)
         # steps whose rows were brought ahead of their lookup, the oldest first
         self._prefetched: deque[Step] = deque()
 
@@ -103,8 +106,9 @@ class LocalShards:
             try:
                 with nullcontext() if group.lookahead is not None else after(forward_stream):
                     step.leases[g] = self._resolve(step, g, group, ids, offsets)
-            except NoFreeSlots:
-                # rows of the batches before hold them until their updates
+            except (NoFreeSlots, TooManyRows):
+                # rows of the batches before hold them until their updates; where those are too many by themselves all
+                # ranks are told at the lookup
                 return False
         return True
 
@@ -144,7 +148,10 @@ class LocalShards:
         return group.lookahead.resolve(ids, offsets, group.step, step.announced.get(g))
 
     def look_up(self, step: Step) -> dict[int, Tensor]:
-        """The rows that were asked for, by group: sums [samples, columns], or [n, width] where rows travel."""
+        """The rows that were asked for, by group: sums [samples, columns], or [n, width] where rows travel.
+
+        Where they are more than there are slots they are zeros, `step.lack` says why, and nothing is held.
+        """
         rows: dict[int, Tensor] = {}
         # whether a backward comes back for the rows
         weights = step.sent_weights
@@ -159,9 +166,16 @@ class LocalShards:
             self._prefetched.remove(step)
         for g in self._asked[step.update]:
             group, part, (ids, offsets, factors) = groups[g], self.parts[g], self._inputs(step, g)
-            slots, lease = prefetched.get(g) or self._with_room(
-                group, partial(self._resolve, step, g, group, ids, offsets)
-            )
+            try:
+                slots, lease = prefetched.pop(g, None) or self._with_room(
+                    group, partial(self._resolve, step, g, group, ids, offsets)
+                )
+            except (NoFreeSlots, TooManyRows) as error:
+                self.note_lack(step, error)
+                if not part.is_replica:
+                    slots = torch.full_like(ids, -1)
+                    rows[g] = group.look_up(slots, offsets, factors, "sequence" if part.kind == ROWS else group.pooling)
+                continue
             if group.lookahead is not None:
                 group.lookahead.ready(lease)
             if not part.is_replica:
@@ -170,7 +184,18 @@ class LocalShards:
                 step.leases[g] = slots, lease
             else:
                 group.release_unchanged(lease)
+        if step.lack is not None:
+            self.withdraw(step)
+            self.release(step, changed=False)
+            step.leases = {}
         return rows
+
+    def note_lack(self, step: Step, error: NoFreeSlots | TooManyRows) -> None:
+        """Have all ranks raise once they have this one's rows; where they cannot be told, raise here."""
+        if not self.may_lack_slots:
+            raise error
+        kind = ValueError if isinstance(error, TooManyRows) else RuntimeError
+        step.lack = step.lack or kind(f"{error}; no table of its collection changed")
 
     def look_up_replicated(self, step: Step, *, dense: bool) -> dict[int, Tensor]:
         """Rows of this rank's own batch in tables that every rank holds, by lookup; `dense` by their gradient alone."""
@@ -303,7 +328,7 @@ class LocalShards:
         return self._whole_stores(stores, keep) if stores else nullcontext()
 
     def assembled(self, *, keep: bool = False) -> AbstractContextManager[None]:
-        """As `whole` of what replicas keep in parts (`FullyShardedShards`), where tables with a tier stay as they are."""
+        """`whole` of what replicas keep in parts (`FullyShardedShards`); tables with a tier stay as they are."""
         return nullcontext()
 
     @contextmanager
@@ -330,3 +355,15 @@ class LocalShards:
                 group.release(lease)
             else:
                 group.release_unchanged(lease)
+
+
+def _may_lack_slots(routes: Routes) -> bool:
+    """Whether a table has fewer slots on some rank, at most, than rows."""
+    tables = {table.name: table for table in routes.tables}
+    for serving in routes.serving:
+        for part in serving.groups:
+            for shard in part.shards:
+                tier = tables[shard.table].options.tier
+                if tier is not None and slots_of(tier, shard, tables[shard.table])[1] < shard.rows[1] - shard.rows[0]:
+                    return True
+    return False

@@ -102,6 +102,8 @@ class Step:
     trains: bool = True
     # of each group the tables that were frozen at the lookup
     frozen: list[tuple[bool, ...]] = field(init=False)
+    # why the rows that this rank was asked for cannot all be in slots
+    lack: Exception | None = None
     # rows on their way to those who asked, and how many numbers come from each rank
     rows: Pending = field(init=False)
     row_sizes: list[int] = field(init=False)  # [W]

@@ -54,7 +54,8 @@ def cached_rows(
         tier = table.options.tier
         assert tier is not None
         below = _below(tier, shard, table.rows, rank, pinned=device.type == "cuda")
-        specs.append(CacheSpec(shape.resident, slots_of(tier, shard, table)[1], below))
+        share = (shard.rows[1] - shard.rows[0]) / table.rows
+        specs.append(CacheSpec(shape.resident, slots_of(tier, shard, table)[1], below, share=share))
     tier = tables[0].options.tier
     assert tier is not None
     return CachedRows(specs, policy_named(tier.policy, tier.half_life))

@@ -59,7 +59,7 @@ class Receiving:
             None if order == list(range(world * self.streams)) else torch.tensor(order, device="cpu").to(device)
         )
         self.slot_streams = torch.tensor(slots, dtype=torch.int64, device="cpu").to(device)
-        self.scaled, self.id_dtype = routes.scaled, routes.id_dtype
+        self.routes, self.scaled, self.id_dtype = routes, routes.scaled, routes.id_dtype
         # int32 numbers that travel for an id: itself and, where those do, its factor
         self.per_id = self.id_dtype.itemsize // 4 + self.scaled
 

@@ -8,7 +8,7 @@ and each prunes its part as if it were a table of its own: the first of its rows
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +35,7 @@ from ..comms.env import ShardingEnv
 from ..engine.collection import ShardedCollection
 from ..engine.id_map import IdMap, Renewal
 from ..engine.stages import StagedModule
-from ..engine.state import Piece, Value, publish, take
+from ..engine.state import Piece, Value, copied, publish, take
 from ..plan.plan import ShardingType
 from .behind_maps import BehindMapsSharder
 from .nested import Nested
@@ -217,12 +217,12 @@ def _take(module: ShardedITEPModule, state_dict: dict[str, Any], prefix: str, *_
             if name not in state_dict:
                 continue
             value = module.value(table, what)
-            loaded = replace(value, local=tuple((piece, part.clone()) for piece, part in value.local))
+            loaded = copied(value)
             take(f"table {table!r} ({name})", loaded, state_dict[name], module._env)()
             if shard is None:
                 del state_dict[name]
                 continue
-            for _piece, part in loaded.local[:1]:
+            for _piece, part in loaded.tensors()[:1]:
                 if what == ADDRESSES:
                     low, high = shard.rows
                     check_addresses(f"table {table!r} ({name})", part, low, high - low)

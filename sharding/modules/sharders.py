@@ -60,9 +60,10 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         fused_params: the optimizer of tables that have none in their backward, in FBGEMM's words: `optimizer` (its
             `EmbOptimType`, the name of one, or a class of ours), `learning_rate` (or `lr`, default 0.01), `eps`,
             `weight_decay`, `max_norm` (rowwise Adagrad: rows are cut to it when they are updated), ... Of all tables,
-            where their plan says nothing: `output_dtype`, `weights_precision`, `bounds_check_mode` and `location`. A
-            setting that the optimizer does not read, and one about caches and storage, has no effect: a warning names
-            it.
+            where their plan says nothing: `output_dtype`, `weights_precision`, `bounds_check_mode` and `location`. Of
+            those with rows below the device: `cache_load_factor`, `cache_algorithm`, `ssd_storage_directory`, ... (see
+            `shardwise.planner.tiers`). A setting that the optimizer does not read, and one about caches and storage
+            that is of no table or means nothing here, has no effect: a warning names it.
         qcomm_codecs_registry: as `ModuleSharder`.
         sharded_module_order_overwrite: sharding types, in the order in which TorchRec looks them up. Here tables of
             all types travel in one exchange, so that it has no effect: a warning says so.

@@ -170,32 +170,43 @@ class Ahead(Generic[In]):
                     record_stream(one.step, here)
         wait_for(self._stream)
 
-    def announce(self, fetched: Fetched[In]) -> None:
-        """Tell row stores of a batch once its ids have arrived: nothing is brought yet, and they know what to keep.
+    def receive(self, fetched: Fetched[In]) -> None:
+        """Wait for the ids of a batch before its turn. All ranks call it for the same batches in the same order.
 
-        All ranks in the same order, which is that of the batches. What `prefetch` leaves out is left out here.
+        One that left for another kind of step than that of now stays as it is: its own may be of that kind.
         """
-        if fetched.is_announced:
+        if fetched.is_here or fetched.mode != (torch.is_grad_enabled(), self._model.training):
             return
         with on(self._rows_stream):
             self._arrive(fetched, maps=False)
+        fetched.is_here = True
+
+    def announce(self, fetched: Fetched[In]) -> None:
+        """Tell row stores of a batch that was received: nothing is brought yet, and they know what to keep.
+
+        In the order of the batches. What `prefetch` leaves out is left out here.
+        """
+        if fetched.is_announced or not fetched.is_here:
+            return
+        with on(self._rows_stream):
             for one in fetched.started:
                 if not one.call.module.maps_ids:
                     one.call.module.announce(one.step)
-        fetched.is_announced = bool(fetched.started)
+        fetched.is_announced = True
 
     def prefetch(self, fetched: Fetched[In]) -> bool:
         """Bring the rows of a batch into the slots of their stores, once its ids have arrived.
 
-        False where some store has no room yet: ask again before a later batch. Ids that are mapped to rows wait for
-        their step: a map learns from what it maps if that trains, and only then it is certain that this batch does, and
-        that it is not dropped.
+        False where some store has no room yet: ask again before a later batch. That hangs on the rows of this rank, so
+        nothing is exchanged here for a batch that was received. Ids that are mapped to rows wait for their step: a map
+        learns from what it maps if that trains, and only then it is certain that this batch does, and that it is not
+        dropped.
         """
-        if fetched.is_prefetched:
-            return True
+        self.receive(fetched)
+        if fetched.is_prefetched or not fetched.is_here:
+            # one that did not leave brings its rows itself
+            return fetched.is_prefetched or fetched.mode is None
         here, rows_stream = current(self._rows_stream), self._rows_stream
-        with on(rows_stream):
-            self._arrive(fetched, maps=False)
         is_there = True
         for one in fetched.started:
             module = one.call.module
@@ -211,7 +222,7 @@ class Ahead(Generic[In]):
                 # slots were made there
                 record_stream(one.step, here)
             is_there = is_there and one.is_prefetched
-        fetched.is_prefetched = is_there and bool(fetched.started)
+        fetched.is_prefetched = is_there
         return is_there
 
     def look_up(self, fetched: Fetched[In], *, all_tables: bool, used_on: torch.Stream | None = None) -> None:
@@ -275,4 +286,4 @@ class Ahead(Generic[In]):
         for one in fetched.started:
             one.call.module.drop(one.step)
         fetched.started, fetched.mode, fetched.is_sent = [], None, False
-        fetched.is_announced = fetched.is_prefetched = False
+        fetched.is_here = fetched.is_announced = fetched.is_prefetched = False

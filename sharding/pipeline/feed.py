@@ -56,7 +56,8 @@ class Fetched(Generic[In]):
     has_left: bool = False
     has_sent: bool = False
     is_sent: bool = False
-    # whether stores know that it comes, and whether its rows are in their slots
+    # before its turn: whether its ids are here, stores know that it comes, and its rows are in their slots
+    is_here: bool = False
     is_announced: bool = False
     is_prefetched: bool = False
 

@@ -360,6 +360,8 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         ValueError: either is negative.
     """
 
+    # by default
+    _batches_ahead = 2
     _default_context_type = PrefetchTrainPipelineContext
 
     def __init__(
@@ -404,7 +406,9 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
     def _go_ahead(self) -> None:
         super()._go_ahead()
-        coming = list(islice(self._queue, 1, None))
+        coming = list(islice(self._queue, 1, self._batches_ahead))
+        for fetched in coming:
+            self._ahead.receive(fetched)
         # each batch takes its slots when those `ahead` of it are known, and no others: what moves hangs on no stall
         self._announce(coming[: 1 + self._known])
         for number, fetched in enumerate(coming[: self._prefetched]):

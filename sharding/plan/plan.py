@@ -43,6 +43,7 @@ from shardwise.untrusted import parse_json, read_regular
 from ...planner import layout
 from ...planner.layout import (
     CAPABILITIES,
+    TIERED_KERNELS,
     TRAINED_SETTINGS,
     Shard,
     TableOptions,
@@ -313,7 +314,8 @@ def _require_served(name: str, sharding: ParameterSharding) -> None:
     if sharding.compute_kernel not in SERVED_KERNELS:
         raise ValueError(
             f"table {name!r}: compute_kernel {sharding.compute_kernel!r} is not served: a plan to train with has"
-            " 'fused' (an optimizer in the backward) or 'dense' (a gradient for an ordinary optimizer)"
+            " 'fused' (an optimizer in the backward), the same with rows below the device"
+            f" ({', '.join(map(repr, TIERED_KERNELS))}) or 'dense' (a gradient for an ordinary optimizer)"
         )
     try:
         settings_of(sharding)

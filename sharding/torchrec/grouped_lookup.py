@@ -1,12 +1,15 @@
 """Lookups of this rank's shards by TorchRec's names, for sharded modules of one's own.
 
 One kernel serves a group of shards: a collection of this rank's rows, which trains in its backward ("fused") or by
-gradients of its parameters ("dense"). Shapes: B samples, N ids, D_i columns of feature i.
+gradients of its parameters ("dense"). With kernels of rows below the device it is the collection's sharded form over
+this rank alone. Shapes: B samples, N ids, D_i columns of feature i.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -21,6 +24,7 @@ from shardwise.embeddings import (
     LookupPolicy,
     PoolingType,
     apply_optimizer_in_backward,
+    optimizer_of,
 )
 from shardwise.embeddings.collections.position_weights import BaseGroupedFeatureProcessor
 from shardwise.embeddings.optim.fbgemm_types import PoolingMode, pooling_type_to_pooling_mode
@@ -28,17 +32,23 @@ from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged._combine import like
 from shardwise.kernels import BoundsCheckMode
 
+from ...planner.layout import TIERED_KERNELS
 from ..comms.env import ShardingEnv, get_gradient_division
 from ..engine.settings import dtype_named
-from ..modules.fused_params import settings_from
-from ..plan.plan import EmbeddingComputeKernel, ShardingType
+from ..modules.default_sharders import require_sharder
+from ..modules.fused_params import FusedSettings, settings_from
+from ..modules.generators import table_wise
+from ..plan.plan import EmbeddingComputeKernel, EmbeddingModuleShardingPlan, ShardingType
 from .embedding_types import (
     BaseEmbeddingLookup,
     GroupedEmbeddingConfig,
     ShardedEmbeddingTable,
 )
 
-_SERVED = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_TRITON)
+_SERVED = (
+    *(EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_TRITON),
+    *map(EmbeddingComputeKernel, TIERED_KERNELS),
+)
 
 
 class CommOpGradientScaling(torch.autograd.Function):
@@ -92,7 +102,7 @@ class GroupKernel(nn.Module):
         sharding_type: where tables are cut by rows, averages are sums here: who has the whole bag divides.
 
     Raises:
-        ValueError: rows lie elsewhere than on the device, a shard has none, or a fused parameter is not served.
+        ValueError: the kernel is not served, a shard has no rows, or a fused parameter is not served.
     """
 
     def __init__(
@@ -108,8 +118,8 @@ class GroupKernel(nn.Module):
         for table in config.embedding_tables:
             if table.compute_kernel not in _SERVED:
                 raise ValueError(
-                    f"table {table.name!r}: a grouped lookup has its rows on its device, by kernels"
-                    f" {[kernel.value for kernel in _SERVED]}; got {table.compute_kernel.value!r}"
+                    f"table {table.name!r}: the kernels of a grouped lookup are {[kernel.value for kernel in _SERVED]},"
+                    f" got {table.compute_kernel.value!r}"
                 )
             if not table.local_rows or not table.local_cols:
                 raise ValueError(f"table {table.name!r}: an empty shard is not looked up: leave it out of the group")
@@ -131,14 +141,19 @@ class GroupKernel(nn.Module):
             _own_config(table, name, [next(keys) for _ in table.feature_names], pooling if pooled else None)
             for name, table in zip(self._names, tables, strict=True)
         ]
-        self._collection: nn.Module
+        self._collection: Any
         weighted = config.is_weighted or config.has_feature_processor
+        self._own_names = [f"{'embedding_bags' if pooled else 'embeddings'}.{name}.weight" for name in self._names]
         if pooled:
             self._collection = EmbeddingBagCollection(cast(Any, configs), weighted, device, policy=policy)
         else:
             self._collection = EmbeddingCollection(cast(Any, configs), device, policy=policy)
         if not dense:
             apply_optimizer_in_backward(settings.optimizer[0], self._collection.parameters(), settings.optimizer[1])
+        kernels = {name: table.compute_kernel.value for name, table in zip(self._names, tables, strict=True)}
+        self._is_below = any(kernel in TIERED_KERNELS for kernel in kernels.values()) and not settings.caches.resident
+        if self._is_below:
+            self._collection = _below(self._collection, kernels, settings, device)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """The rows, as the class says. Raises as `EmbeddingBagCollection.forward`."""
@@ -150,20 +165,43 @@ class GroupKernel(nn.Module):
         found = self._collection(features)
         if self._is_pooled:
             return cast(Tensor, found.values())
-        return torch.cat([rows.values().reshape(-1) for rows in found.values()])
+        return torch.cat([rows.values().reshape(-1) for rows in dict(found).values()])
 
     @property
     def fused_optimizer(self) -> Any:
         """The optimizer that its backward runs."""
-        return cast(Any, self._collection).fused_optimizer()
+        optimizer = self._collection.fused_optimizer
+        return optimizer if self._is_below else optimizer()
+
+    def whole(self, *, keep: bool = False) -> AbstractContextManager[None]:
+        """A block in which parameters have all rows, also those below the device; with `keep` they take its changes."""
+        return self._collection.shards.whole(keep=keep) if self._is_below else nullcontext()
 
     def split_embedding_weights(self) -> list[Tensor]:
-        """The rows of each shard, in the order of the group."""
-        return [param.detach() for param in self._collection.parameters()]
+        """The rows of each shard, in the order of the group; copies of rows that are below the device."""
+        return [rows for _, rows in self.named_rows()]
+
+    def named_rows(self) -> Iterator[tuple[str, Tensor]]:
+        """Each shard's rows by its name; copies of rows that are below the device."""
+        with self.whole():
+            found = [(name, param.detach()) for name, param in self.named_shards()]
+            yield from [(name, rows.clone()) for name, rows in found] if self._is_below else found
 
     def named_shards(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each shard by its name."""
-        yield from zip(self._names, self._collection.parameters(), strict=True)
+        """Each shard by its name; it shows NaNs in the place of rows that are below the device."""
+        for name, own in zip(self._names, self._own_names, strict=True):
+            yield name, self._collection.get_parameter(own)
+
+
+def _below(collection: Any, kernels: Mapping[str, str], settings: FusedSettings, device: torch.device | None) -> Any:
+    """The sharded form of a collection over this rank alone, whose rows lie below the device as their kernels say."""
+    sharder = require_sharder(collection)
+    plan = EmbeddingModuleShardingPlan()
+    for name, param in sharder.shardable_parameters(collection).items():
+        made = table_wise(0, compute_kernel=kernels[name])(param, 1, 1, param.device.type, sharder)
+        tier = settings.tier_of(name, made, param, optimizer_of(param), settings.options)
+        plan[name] = replace(made, compute_kernel="fused", tier=tier)
+    return sharder.shard(collection, plan, ShardingEnv.from_local(1, 0), device)
 
 
 class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):
@@ -194,13 +232,13 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):
         return sparse_features.split(self._feature_splits)
 
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None) -> None:
-        """Rows lie on the device: there is nothing to bring."""
+        """Nothing to do: rows below the device come with their lookup."""
 
     def flush(self) -> None:
-        """Rows lie on the device: there is no cache to write back."""
+        """Nothing to do: state dicts have the rows of a cache as they are."""
 
     def purge(self) -> None:
-        """Rows lie on the device: there is no cache to forget."""
+        """Nothing to do: what a cache holds is never seen."""
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each shard by its table's name."""
@@ -230,10 +268,13 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):
     def state_dict(  # type: ignore[override]
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Shards as `<prefix><table>.weight`, live."""
+        """Shards as `<prefix><table>.weight`, live; copies of rows that are below the device."""
         destination = {} if destination is None else destination
         for name, param in self._shards():
             destination[f"{prefix}{name}.weight"] = param if keep_vars else param.detach()
+        for kernel in self._emb_modules if not keep_vars else ():
+            if isinstance(kernel, GroupKernel):
+                destination |= {f"{prefix}{name}.weight": rows for name, rows in kernel.named_rows()}
         return destination
 
     @torch.no_grad()
@@ -252,9 +293,13 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):
             value = state_dict.get(key)
             if value is not None and value.shape != param.shape:
                 raise ValueError(f"{key}: the shard is {list(param.shape)}, loaded {list(value.shape)}")
-        for key, param in own.items():
-            if key in state_dict:
-                param.copy_(state_dict[key])
+        with ExitStack() as stack:
+            for kernel in self._emb_modules:
+                if isinstance(kernel, GroupKernel):
+                    stack.enter_context(kernel.whole(keep=True))
+            for key, param in own.items():
+                if key in state_dict:
+                    param.copy_(state_dict[key])
         return nn.modules.module._IncompatibleKeys(missing, unknown)
 
 

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,7 +246,10 @@ def _ranges(table: TracedTable, asked: Asked, placed: Mapping[str, Placed] | Non
     if placed is not None and table.name not in placed:
         return []
     whole = Placed((Shard(table.name, 0, (0, table.rows), (0, table.dim)),))
-    of_plan = whole if placed is None or not placed[table.name].shards else placed[table.name]
+    of_plan = whole if placed is None else placed[table.name]
+    if not of_plan.shards:
+        # replicas: one stands for all
+        of_plan = replace(of_plan, shards=whole.shards)
     given = asked.slots.get(table.name, asked.slots.get("*", of_plan.slots))
     ranges: dict[tuple[int, int], list[Shard]] = {}
     for shard in of_plan.shards:
@@ -359,9 +362,9 @@ def curves_of_trace(path: Path, names: Sequence[str]) -> dict[str, MissCurve]:
     for name, curves in gathered.items():
         counts = curves.lru(sizes_between(max(1, curves.largest), max(1, curves.largest, curves.wanted), _POINTS))
         steps = max(1, trace.batches - first)
-        numbers = ([n / steps for n in each.tolist()] for each in (counts.misses, counts.saves))
+        misses, saves = ([n / steps for n in each.tolist()] for each in (counts.misses, counts.saves))
         made[name] = MissCurve.of_points(
-            counts.slots.tolist(), *numbers, curves.counted / steps, f"LRU of {path.name}"
+            counts.slots.tolist(), misses, saves, curves.counted / steps, f"LRU of {path.name}"
         )  # fmt: skip
     return made
 

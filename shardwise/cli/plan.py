@@ -234,6 +234,7 @@ def _planned(
     """The plan with its proof; what does not fit ends the process with status 1."""
     from ..planner.plan.advice import NoRoomError
     from ..planner.plan.planning import plan_or_advise, warn_of_kernels
+    from ..planner.plan.slots import ThrashError
 
     def show_search(doing: str, time_ms: float, bound_ms: float) -> None:
         update(_doing(doing, time_ms, bound_ms))
@@ -242,7 +243,7 @@ def _planned(
     update(f"pricing {len(asked.tables):,} tables")
     try:
         planned = plan_or_advise(asked, seconds=seconds, tell=show_search)
-    except NoRoomError as error:
+    except (NoRoomError, ThrashError) as error:
         if as_json:
             print_json(error.as_dict())
         raise click.ClickException(str(error)) from error

@@ -163,6 +163,35 @@ def test_without_a_trace_an_approximation_is_given_and_named(place: Path) -> Non
     assert skewed["hit_rate"] > uniform["hit_rate"] - 0.3 and skewed["curve"]["estimate"][-1] == 1
 
 
+def test_a_plan_takes_misses_from_a_trace_and_prints_its_tiers(place: Path) -> None:
+    (place / "tiers.json").write_text('{"*": {"tier": {}}}')
+    asked = ["plan", "--tables", place / "tables.json", "--constraints", place / "tiers.json", "--world-size", 1,
+             "--reserve", "0%", "--batch-size", 50]  # fmt: skip
+
+    def plan(*more: Any) -> Result:
+        return CliRunner().invoke(cli.commands(), [*map(str, asked), *map(str, more)])
+
+    result = plan("--hbm", "400KiB", "--trace", place / "trace.npz", "--out", place / "tiered.json")
+    assert result.exit_code == 0, result.output
+    assert "tiers" in result.stdout and "hits" in result.stdout and "of the link to rank 0" in result.stdout
+    assert "LRU of trace.npz" in (place / "tiered.json").read_text()
+    found = simulated(place / "trace.npz", "--plan", place / "tiered.json")
+    written = json.loads((place / "tiered.json").read_text())["plan"][""]
+    slots = {name: entry["tier"]["slots"] for name, entry in written.items()}
+    assert {table["table"]: table["slots"] for table in found["tables"]} == slots
+
+
+def test_a_plan_that_would_thrash_ends_with_status_1_and_what_would_do(place: Path) -> None:
+    (place / "tiers.json").write_text('{"*": {"tier": {}}}')
+    table = {"name": "t", "num_embeddings": 1_000_000, "embedding_dim": 32, "pooling_factor": 4}
+    (place / "large.json").write_text(json.dumps([table]))
+    asked = ["plan", "--tables", place / "large.json", "--constraints", place / "tiers.json", "--world-size", 1,
+             "--hbm", "7MiB", "--reserve", "0%"]  # fmt: skip
+    result = CliRunner().invoke(cli.commands(), [*map(str, asked), "--json"])
+    assert result.exit_code == 1, result.output
+    assert json.loads(result.stdout)["more_bytes"]["t"] > 0 and "The smallest fix" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

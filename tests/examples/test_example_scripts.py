@@ -41,7 +41,7 @@ def test_rows_lie_in_a_store_of_ones_own() -> None:
     lines = run_script("examples/tier_lmdb.py").splitlines()
     if importlib.util.find_spec("lmdb") is None:
         assert lines.pop(0) == "lmdb is not installed: rows lie in a dict"
-    assert lines[0].startswith("400 of 5000 rows on the device; read ")
+    assert lines[0].startswith("1000 of 5000 rows on the device; read ")
     assert lines[1:] == ["same bits as with all rows on the device: True"]
 
 

@@ -55,7 +55,7 @@ CONSTRAINTS: dict[str, list[tuple[Any, str, str]]] = {
     "output_dtype": [(DataType.FP16, OBEYED, REFUSED), (DataType.INT8, REFUSED, REFUSED)],
     "key_value_params": [(KeyValueParams(), IDLE, IDLE)],
     "use_virtual_table": [(True, REFUSED, REFUSED)],
-    "tier": [(Tier(3), OBEYED, IDLE), (0.5, REFUSED, IDLE)],
+    "tier": [(Tier(3), OBEYED, IDLE), (0.5, REFUSED, REFUSED)],
 }
 CASES = [(name, *case) for name, cases in CONSTRAINTS.items() for case in cases]
 # settings of a plan that are no constraints: where the table is, and how its shards work together

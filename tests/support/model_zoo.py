@@ -158,7 +158,12 @@ RULES: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def sharded(
-    parts: str, module: nn.Module | None = None, *, tier: Tier | None = None, **more: Any
+    parts: str,
+    module: nn.Module | None = None,
+    *,
+    tier: Tier | None = None,
+    rule_settings: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> DistributedModelParallel:
     """A model of these parts, its tables cut every way there is, and with a `tier` below the device."""
     module = module or Net(parts)
@@ -167,7 +172,7 @@ def sharded(
         if not hasattr(module, name):
             continue
         collection = module.get_submodule(name)
-        apply_optimizer_in_backward(rule, collection.parameters(), {"lr": 0.1})
+        apply_optimizer_in_backward(rule, collection.parameters(), {"lr": 0.1, **(rule_settings or {})})
         cut = {"t0": table_wise(rank=number % world), "t1": row_wise(), "t2": data_parallel()}
         if name == "pooled":
             cut["t3"] = column_wise(ranks=[0, world - 1])

@@ -98,15 +98,15 @@ def _lowest(setting: Setting, keys: str) -> Ready:
     inputs = [drawn(slots, seed, setting.device) for seed in range(INPUTS)]
 
     def check() -> None:
-        given = drawn(SLOTS["small"], 9, setting.device)
-        assert torch.equal(lowest(*given).cpu(), lowest_ref(*(x.cpu() for x in given[:4]), given[4])), "other victims"
+        expected = lowest_ref(*drawn(SLOTS["small"], 9, "cpu"))
+        assert torch.equal(lowest(*drawn(SLOTS["small"], 9, setting.device)).cpu(), expected), "other victims"
 
-    # once to count and once to pick; a GPU's kernels read them more often
-    traffic = lowest_bytes(inputs[0][0], inputs[0][4], 2)
+    # what has to be read; a GPU's kernels do so six times
+    traffic = lowest_bytes(inputs[0][0], inputs[0][4], 1)
     return _ready(
         setting, [partial(lowest, *given) for given in inputs],
         lambda: [partial(lowest_ref, *given) for given in inputs], check, traffic.bytes_moved,
-        "keys and holders twice", {"slots": slots, "picked": inputs[0][4]},
+        "keys and holders once", {"slots": slots, "picked": inputs[0][4]},
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_inputs import DEVICES, UPDATES, assert_same_bits, torch_device
+from kernel_inputs import DEVICES, UPDATES, torch_device
 from torch import Tensor
 
 from shardwise.kernels import lowest
@@ -67,14 +67,23 @@ def test_10_000_random_tables_equal_a_stable_sort() -> None:
         assert torch.equal(lowest(*given), lowest_ref(*given)), (number, given)
 
 
-@pytest.mark.parametrize("top", [200, MOST])
+@pytest.mark.parametrize("top", [1, 2, 7, 200, 1 << 20, MOST])
 def test_large_tables_equal_a_stable_sort(top: int) -> None:
-    """Past 2 ** 14 slots the loop counts digits of 16 bits."""
-    keys = torch.randint(0, top, (50_000,), dtype=torch.int32)
-    held = (torch.rand(50_000) < 0.1).int()
-    borders, counts = torch.tensor([0, 20_000, 45_000, 50_000]), torch.tensor([3000, 24_000, 4])
-    given = keys, held, borders, counts, 27_004
-    assert_same_bits(lowest(*given), lowest_ref(*given))
+    """Of more than 512 slots the loop looks at a sample first, which may say too little or too much."""
+    pytest.importorskip("numba")
+    generator = torch.Generator().manual_seed(top)
+    for number in range(25):
+        sizes = torch.randint(0, 4000, (3,), generator=generator)
+        borders = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+        slots = int(borders[-1])
+        keys = torch.randint(0, top, (slots,), generator=generator, dtype=torch.int32)
+        if number % 3 == 1:
+            # as ages are: the lowest keys lie together, where a sample may have none of them
+            keys = keys.sort().values
+        held = (torch.rand(slots, generator=generator) < (0, 0.1, 0.95)[number % 3]).int()
+        counts = (sizes * torch.rand(3, generator=generator) ** 3).long()
+        given = keys, held, borders, counts, int(counts.sum())
+        assert torch.equal(lowest(*given), lowest_ref(*given)), number
 
 
 @pytest.mark.parametrize("device", UPDATES)

@@ -207,6 +207,32 @@ def test_rows_that_take_far_longer_than_a_step_are_refused() -> None:
         plan_tables(tables, topology, 512, constraints=TIERED)
 
 
+def test_a_model_is_planned_with_slots_that_its_table_then_has() -> None:
+    import torch
+
+    from shardwise import (
+        EmbeddingBagCollection,
+        EmbeddingBagConfig,
+        EmbeddingShardingPlanner,
+        RowWiseAdagrad,
+        apply_optimizer_in_backward,
+        get_default_sharders,
+    )
+
+    tables = [EmbeddingBagConfig(rows, 32, name, feature_names=[name]) for name, rows in (("a", 500_000), ("b", 5000))]
+    model = torch.nn.Sequential(EmbeddingBagCollection(tables, device="meta"))
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    topology = Topology(2, "cuda", hbm_cap=120 * MIB, ddr_cap=GIB)
+    rules = {"a": ParameterConstraints(tier=Tier(half_life=9), skew=Skew(1.1))}
+    planner = EmbeddingShardingPlanner(topology=topology, batch_size=256, constraints=rules)
+    plan = planner.plan(model, get_default_sharders())
+    tier = plan.plan["0"]["a"].tier
+    assert tier == Tier(slots=tier.slots, max_slots=1.0, half_life=9) and 1000 < tier.slots <= 500_000
+    assert plan.plan["0"]["b"].tier is None
+    cached = [choice.cached for _, choice, _ in planner.last_plan.placed() if choice.cached is not None]
+    assert [each.slots for each in cached] == [tier.slots]
+
+
 def test_tables_that_share_a_rank_need_slots() -> None:
     rules = {"*": ParameterConstraints(tier=Tier(), same_rank="x")}
     with pytest.raises(PlannerError, match="same_rank='x' and a Tier without slots: give it a number"):

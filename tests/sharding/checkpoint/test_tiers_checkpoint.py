@@ -1,4 +1,4 @@
-"""Checkpoints and state dicts of tables with a tier: those of tables that lie on the device, into and out of any tier."""
+"""Checkpoints and state dicts of tables with a tier: those of tables on the device, into and out of any tier."""
 
 from __future__ import annotations
 

@@ -77,6 +77,38 @@ def test_tiers_come_change_and_go_in_the_middle_of_training(world: int, optimize
     run_ranks(world, reshard_through, tmp_path, optimizer)
 
 
+def reshard_under_way(below: str, folder: Path) -> None:
+    """A batch that left, was announced and has its rows in slots is looked up under the plan that came after."""
+    tier = Tier(3, below, str(folder) if below == "file" else None, max_slots=1.0)
+    plans = [mix_by((cut,) * 3, (tier,) * 3) for cut in ("row_wise", "table_wise")]
+    plans.append(mix_by(("column_wise",) * 3, (None,) * 3))
+    resident = [with_tier(mix, None) for mix in plans]
+    cached, whole = (mixes.shard(m[0], mixes.build(m[0], "adam"), mixes.environment()) for m in (plans, resident))
+    for number, (mix, other) in enumerate(zip(plans, resident, strict=True)):
+        if number:
+            features, upstream = mixes.batches_of_rank(mix, range(number, number + 1))[0]
+            step = cached.start(features)
+            cached.send_ids(step)
+            cached.receive_ids(step)
+            cached.shards.announce(step)
+            cached.prefetch(step)
+            cached.routed_ahead.append(step)
+            go_over(cached, mix)
+            go_over(whole, other)
+            outputs = [mixes.by_lookup(mix, model(features)) for model in (cached, whole)]
+            assert not cached.routed_ahead and all(map(torch.equal, *outputs))
+            for of_model in outputs:
+                mixes.backward(of_model, upstream)
+        expect_equal(whole, cached)
+        for mine, theirs in zip(train(mix, cached, range(9, 11)), train(other, whole, range(9, 11)), strict=True):
+            assert all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize("below", ["ram", "file"])
+def test_a_batch_that_left_under_another_plan_leaves_again(below: str, tmp_path: Path) -> None:
+    run_ranks(2, reshard_under_way, below, tmp_path)
+
+
 def refuse_dense() -> str:
     mix = mix_by(("row_wise",) * 3, (None,) * 3)
     table = replace(mix.tables[0], options=TableOptions(dense=True))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sharding_mixes as mixes
 from ranks import run_ranks
+from torch import Tensor
 
+from shardwise.embeddings.tiers import Backing, HostRecords
 from shardwise.planner.layout import Tier
 
 pytestmark = pytest.mark.ranks
@@ -31,6 +34,37 @@ def same_as_whole(seed: int, optimizer: str, tier: Tier) -> int:
         run.weights, run.states = mixes.held(model)
     mixes.expect_same_runs(expected, run)
     return sum(counts.misses for group in model._tables.all_groups() for counts in group.store.counts)
+
+
+def rows_that_moving_reads() -> int:
+    """What comes from below a table that is moved to where it is."""
+    read = 0
+
+    class Counted(HostRecords):
+        @property
+        def records(self) -> Any:
+            # rows come and go by calls
+            return None
+
+        def read(self, rows: Tensor, out: Tensor) -> None:
+            nonlocal read
+            read += rows.numel()
+            super().read(rows, out)
+
+    def below(table: str, rows: int, record_bytes: int) -> Backing:
+        return Counted(rows, record_bytes)
+
+    mix = tiered(mixes.mix_of(0, pooled=True), Tier(2, below, max_slots=1.0))
+    model = mixes.shard(mix, mixes.build(mix, "adagrad"), mixes.environment())
+    read = 0
+    model.to("cpu")
+    return read
+
+
+def test_a_table_that_stays_where_it_is_brings_no_rows() -> None:
+    """`DistributedModelParallel` moves every model to its device: the rows of all ranks' tables came for that, twice,
+    into memory that a table larger than the device does not have."""
+    assert run_ranks(1, rows_that_moving_reads) == [0]
 
 
 @pytest.mark.parametrize("world", [1, 2])

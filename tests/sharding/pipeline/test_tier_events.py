@@ -5,6 +5,10 @@ Takes 40 s: each case trains two models over two ranks.
 
 from __future__ import annotations
 
+import errno
+import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from model_zoo import Batch, Net, batch_of, dense_optimizer, same, sharded, state_of, stores_of
+from model_zoo import Batch, Net, batch_of, dense_optimizer, plain_loop, same, sharded, state_of, stores_of
 from pipeline_runs import CPU
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -128,6 +132,13 @@ def guarded(model: Any) -> list[Any]:
     return found
 
 
+def warned(model: Any) -> list[Any]:
+    """Bad ids that count as none."""
+    pipeline = looking_ahead(model)
+    given = (bad(batch_of(n)) if n % 3 == 1 else batch_of(n) for n in range(12))
+    return [outcome(lambda: pipeline.progress(given)) for _ in range(13)]
+
+
 def of_kind(make: Callable[[Any], Any], model: Any, *, count: int = 10) -> list[Any]:
     """Steps of another pipeline."""
     pipeline, given = make(model), map(batch_of, range(count))
@@ -194,26 +205,33 @@ SCRIPTS: dict[str, Script] = {
     "eventful": eventful,
     "accumulated": accumulated,
     "guarded": guarded,
+    "warned": warned,
+    "clipped": warned,
     "taking turns": taking_turns,
     "staged": staged,
     **{make.__name__: partial(of_kind, make) for make in (semi_sync, fused, lite, base, compiled)},
 }
 
 
-def guarding(parts: str, mode: GradientCheckMode) -> nn.Module:
-    module = Net(parts)
-    for name in ("pooled", "sequence"):
-        module.get_submodule(name)._policy = LookupPolicy(gradient_check=mode, bounds_check=BoundsCheckMode.FATAL)  # type: ignore[assignment]
-    return module
+def net_of(name: str) -> nn.Module:
+    """The model of a script, whose collections check what it is about."""
+    module: Any = Net("ps")
+    checks = GradientCheckMode.RAISE if name == "guarded" else GradientCheckMode.IGNORE
+    bounds = BoundsCheckMode.WARNING if name in ("warned", "clipped") else BoundsCheckMode.FATAL
+    for collection in (module.pooled, module.sequence):
+        collection._policy = LookupPolicy(gradient_check=checks, bounds_check=bounds)
+    return module  # type: ignore[no-any-return]
 
 
 def differences(name: str, folder: str) -> tuple[list[str], int]:
     """What differs from the same over whole tables, and how many rows were saved."""
-    make = partial(guarding, "ps", GradientCheckMode.RAISE) if name == "guarded" else partial(Net, "ps")
-    tier = Tier(0.1, "file", folder, max_slots=1.0)
+    # room for the rows of some batches ahead, not of three
+    most = 0.6 if name == "eventful" else 1.0
+    tier = Tier(0.1, "file", folder, max_slots=most)
     found = []
     for own in (None, tier):
-        model = sharded("ps", make(), tier=own)
+        clipping = {"gradient_clipping": True, "max_gradient": 0.05} if name == "clipped" else {}
+        model = sharded("ps", net_of(name), tier=own, rule_settings=clipping)
         outcomes = SCRIPTS[name](model)
         found.append((outcomes, state_of(model)))
     (expected, state), (outcomes, now) = found
@@ -225,8 +243,86 @@ def differences(name: str, folder: str) -> tuple[list[str], int]:
     return different, sum(store.counts[0].misses for store in stores_of(model))
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "compiled"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_pipeline_over_cached_tables_does_what_one_over_whole_tables_does(name: str, tmp_path: Path) -> None:
     for different, misses in run_ranks(2, differences, name, str(tmp_path)):
         assert not different
         assert misses > 0
+
+
+def truncated(kind: str, folder: str) -> tuple[str, str, float]:
+    """What this rank raises after the files of rank 1 are cut short, and after how many seconds."""
+    model = sharded("ps", tier=Tier(0.5, "file", folder))
+    pipeline: Any = looking_ahead(model) if kind == "prefetch" else None
+    optimizer, batches = dense_optimizer(model), map(batch_of, range(40))
+    begin = 0.0
+    try:
+        for step in range(30):
+            if step == 5:
+                begin = time.monotonic()
+                for store in stores_of(model) if dist.get_rank() == 1 else ():
+                    for below in store.below:
+                        os.ftruncate(below._file.fileno(), 0)  # type: ignore[attr-defined]
+            if pipeline is not None:
+                pipeline.progress(batches)
+            else:
+                optimizer.zero_grad()
+                model(next(batches))[0].backward()
+                optimizer.step()
+    except (OSError, RuntimeError) as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "none", "", 0.0
+
+
+@pytest.mark.parametrize("kind", ["plain", "prefetch"])
+def test_a_file_that_is_lost_on_one_rank_is_an_error_on_all(kind: str, tmp_path: Path) -> None:
+    """It names table and folder; the others name the rank, and nobody waits."""
+    (other, text, seconds), (own, message, _) = run_ranks(2, truncated, kind, str(tmp_path))
+    assert own == "OSError" and str(tmp_path) in message and "ends before its" in message
+    assert message.startswith(f"[Errno {errno.EIO}] table 't")
+    assert other == "RankFailure" and "rank 1 failed" in text and "ends before its" in text
+    assert seconds < 10
+
+
+class Counting(Iterator[Batch]):
+    """A stream that has so many batches at each step, and no more until it is waited for."""
+
+    def __init__(self, at_hand: list[int]) -> None:
+        self.waiting, self.taken, self.waits = deque(at_hand), 0, 0
+        self.here = self.waiting.popleft()
+
+    def at_hand(self) -> int:
+        return self.here
+
+    def arrive(self) -> None:
+        self.here += self.waiting.popleft() if self.waiting else 1
+
+    def __next__(self) -> Batch:
+        self.waits += not self.here
+        self.here = max(0, self.here - 1)
+        self.taken += 1
+        return batch_of(self.taken - 1)
+
+
+def streamed() -> tuple[list[int], list[int], bool]:
+    """Batches under way before each step, those that were waited for by then, and whether bits are a plain loop's."""
+    model = sharded("ps", tier=Tier(0.1, max_slots=1.0))
+    # rank 1 has fewer at first
+    stream = Counting([4, 5, 2, 2, 2, 9] if dist.get_rank() else [9, 9, 0, 0, 0, 0])
+    pipeline, under_way, waits, outputs = looking_ahead(model, ahead=8, prefetch=1), [], [], []
+    for _ in range(12):
+        outputs.append(pipeline.progress(stream).detach().clone())
+        under_way.append(len(pipeline.batches))
+        waits.append(stream.waits)
+        stream.arrive()
+    whole = sharded("ps")
+    return under_way, waits, same(plain_loop(whole, map(batch_of, range(12))), outputs)
+
+
+def test_a_stream_is_looked_ahead_into_as_far_as_it_has_come() -> None:
+    """Ranks look equally far. A step loads one batch in any case, and four are under way whatever is at hand."""
+    (first, _, good), (second, waits, also_good) = run_ranks(2, streamed)
+    assert good and also_good
+    assert first == second and first[0] == 4 and max(first) == 11
+    # the one batch of the first step
+    assert waits[0] == 1

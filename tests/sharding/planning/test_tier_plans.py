@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from functools import partial
 from pathlib import Path
@@ -136,7 +137,8 @@ def planned_and_trained(sequence: bool, ours: bool, folder: str) -> dict[str, st
     assert all(torch.equal(a, b) for a, b in zip(outputs, whole_outputs, strict=True))
     assert rows.keys() == whole_rows.keys() and all(torch.equal(rows[name], whole_rows[name]) for name in rows)
     tables = model.module.states.tables
-    return {name: repr(tables[name].options.tier) for name in NAMES}
+    # the address of a function is each rank's own
+    return {name: repr(tables[name].options.tier).partition(" at 0x")[0] for name in NAMES}
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -159,9 +161,10 @@ def test_our_constraints_train_to_the_bits_of_resident_tables(world: int, tmp_pa
         world, planned_and_trained, False, True, folder
     )  # fmt: skip
     for tiers in found:
-        for name, rule in own_tiers(folder).items():
-            text = repr(rule.tier)
-            assert tiers[name].partition(" at 0x")[0] == text.partition(" at 0x")[0]
+        assert tiers == found[0]
+        # where a tier says no number of slots, the planner does
+        assert re.match(r"Tier\(slots=\d+, below='ram', .*policy=<function keep_all", tiers["a"])
+        assert [tiers[name] for name in "bc"] == [repr(own_tiers(folder)[name].tier) for name in "bc"]
 
 
 class WithLoss(nn.Module):

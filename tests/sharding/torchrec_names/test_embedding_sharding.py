@@ -253,12 +253,47 @@ def test_shards_of_one_table_on_a_rank_are_numbered_and_averages_of_row_shards_a
     assert torch.allclose(by_type[None] * ones, by_type[ShardingType.ROW_WISE])
 
 
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("kernel", [Kernel.FUSED_UVM, Kernel.FUSED_UVM_CACHING, Kernel.KEY_VALUE])
+def test_a_grouped_lookup_over_rows_below_the_device_has_the_bits_of_one_on_it(kernel: Kernel, pooled: bool) -> None:
+    """It was refused by name. Caches of one group have the mean of the load factors of its tables."""
+    kind = GroupedPooledEmbeddingsLookup if pooled else GroupedEmbeddingsLookup
+    settings = {**ADAGRAD, "cache_load_factor": 0.5}
+    names = ("a", "b")
+
+    def made(kernel: Kernel, fused_params: dict[str, Any]) -> Any:
+        group = [table(name, compute_kernel=kernel, fused_params=dict(fused_params)) for name in names]
+        return kind(group_tables([group])[0])
+
+    below, whole = made(kernel, settings), made(Kernel.FUSED, ADAGRAD)
+    begin = {name: torch.arange(rows.numel()).view_as(rows) / 7 for name, rows in whole.state_dict().items()}
+    for lookup in (below, whole):
+        lookup.load_state_dict(begin)
+    keys = [feature for config in whole.grouped_configs for feature in config.feature_names()]
+    for step in range(5):
+        lengths = [1 + (step + n) % 3 for n in range(2 * len(keys))]
+        outputs = [lookup(batch_of(keys, lengths)) for lookup in (below, whole)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            (output * torch.arange(output.numel()).view_as(output).cos()).sum().backward()
+    found, expected = below.state_dict(), whole.state_dict()
+    assert found.keys() == expected.keys() and not torch.equal(expected["a.weight"], begin["a.weight"])
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    for kernel_module, other in zip(below._emb_modules, whole._emb_modules, strict=True):
+        assert all(map(torch.equal, kernel_module.split_embedding_weights(), other.split_embedding_weights()))
+        assert kernel_module.fused_optimizer.param_groups[0]["lr"] == other.fused_optimizer.param_groups[0]["lr"]
+        tiers = [each.options.tier for each in kernel_module._collection.states.tables.values()]
+        # as TorchRec groups tables, a load factor is that of caches over host memory
+        slots = {Kernel.FUSED_UVM: None, Kernel.FUSED_UVM_CACHING: 0.5, Kernel.KEY_VALUE: 0.2}[kernel]
+        assert {tier.slots for tier in tiers} == {slots}
+
+
 def test_what_a_grouped_lookup_has_no_rows_for_is_refused() -> None:
     dims = GroupedPooledEmbeddingsLookup([]), GroupedEmbeddingsLookup([])
     batch = batch_of(["fa"], [1, 1])
     assert dims[0](batch).shape == (2, 0) and dims[1](batch).shape == (0,)
-    with pytest.raises(ValueError, match="table 'a': a grouped lookup has its rows on its device.*'fused_uvm_caching'"):
-        GroupedPooledEmbeddingsLookup(group_tables([[table("a", compute_kernel=Kernel.FUSED_UVM_CACHING)]])[0])
+    with pytest.raises(ValueError, match="table 'a': the kernels of a grouped lookup are .*, got 'ssd_virtual_table'"):
+        GroupedPooledEmbeddingsLookup(group_tables([[table("a", compute_kernel=Kernel.SSD_VIRTUAL_TABLE)]])[0])
     empty = table("a")
     empty.local_rows = 0
     with pytest.raises(ValueError, match="table 'a': an empty shard is not looked up"):

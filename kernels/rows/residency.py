@@ -1,0 +1,338 @@
+"""What a cache of rows does for each batch, over all its rows and slots: find, take, score, hold and release.
+
+Shapes: R rows and S slots of T tables, N ids, U distinct rows of a batch, of which H hit and M are missing; `slot_of`
+[R] int32, of slots `row_of` [S] int64, `held`, `key` [S] int32, `score` [S] int64, `dirty`, `stored` [S] bool.
+Bytes moved by the loops: 12 an id, 8 a row that is looked at, 29 a slot that is used.
+
+Decisions of a host, so no ops: nothing here is traced. Torch's path and the loops (residency_loops.py) come to the same
+ones; they differ in the order in which the slots of a batch stand, which nothing depends on.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import numba_loops
+from ..features import FIRST_ROW, ROWS
+from .residency_numbers import BELOW, EMPTY_KEYS, FRESH, MARK, MARKED, NEXT_USES, SCORES
+
+# the CPU's compiled loops; None where numba is missing or does not work
+loops = partial(numba_loops.loops, "residency_loops", "rows")
+_BINS = 1 << 11
+
+
+class SlotTables(NamedTuple):
+    """What is known of rows and slots; borders [T + 1] are those of tables among rows and slots."""
+
+    slot_of: Tensor
+    row_of: Tensor
+    held: Tensor
+    dirty: Tensor
+    stored: Tensor
+    score: Tensor
+    key: Tensor
+    row_borders: Tensor
+    slot_borders: Tensor
+
+    @property
+    def loops(self) -> Any:
+        """The compiled loops, where the tables are on a CPU that has them."""
+        return loops() if self.slot_of.is_cpu else None
+
+
+class Lookups(NamedTuple):
+    """Features of a lookup: as `pack_features` lays them out by the numbers of rows, the first slot and the place of
+    each one's table."""
+
+    features: Tensor  # [F, 8]
+    first_slots: Tensor  # [F]
+    tables: Tensor  # [F]
+
+    def samples(self, offsets: Tensor) -> int:
+        """Bags of each feature."""
+        return (offsets.shape[0] - 1) // max(self.features.shape[0], 1)
+
+
+class Found(NamedTuple):
+    """Distinct rows of a batch: slots [H] of those that have some, and the rows [M] that have none, ascending.
+
+    counts [T, 2] int64 on the host are the H and M of each table. They are marked until `forget`, or `take` and `use`.
+    `hits` may be memory that the next batch takes; `absent` is where ids of missing rows stand, if loops found them.
+    """
+
+    hits: Tensor
+    missing: Tensor
+    counts: Tensor
+    absent: Tensor | None = None
+
+
+class Scratch:
+    """Memory for what is found of a batch, kept from one to the next."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def rows(self, n: int) -> Tensor:
+        """[3, n + 1] int64."""
+        if self._memory.shape[0] < 3 * (n + 1):
+            self._memory = torch.empty(4 * (n + 1), dtype=torch.int64, device="cpu")
+        return self._memory[: 3 * (n + 1)].view(3, n + 1)
+
+
+class Scoring(NamedTuple):
+    """How a batch scores slots: a policy of ours by its number, or 0; keys are scores above `base`."""
+
+    kind: int
+    batch: int
+    base: int
+    half_life: int = 1
+    # log2(1 + 2^-d) for d parts, int32
+    gain: Tensor | None = None
+
+
+def rows_of_ids(ids: Tensor, offsets: Tensor, lookups: Lookups) -> tuple[Tensor, Tensor]:
+    """The rows [N] of ids, counted over all tables, -1 of what lies in no table; and the feature [N] of each."""
+    features = lookups.features
+    samples = lookups.samples(offsets)
+    ends = offsets[samples::samples].contiguous() if samples else offsets[:0]
+    feature = torch.bucketize(torch.arange(ids.shape[0], device=ids.device), ends, right=True)
+    used = feature < features.shape[0]
+    feature = feature.clamp(max=max(features.shape[0] - 1, 0))
+    ids = ids.long()
+    inside = used & (ids >= 0) & (ids < features[feature, ROWS])
+    return torch.where(inside, ids + features[feature, FIRST_ROW], -1), feature
+
+
+def find_ids(
+    state: SlotTables, ids: Tensor, offsets: Tensor, lookups: Lookups, scratch: Scratch
+) -> tuple[Found, Tensor]:
+    """The rows of a batch's ids [N] (offsets [F*B + 1]), and the slot [N] of each id within its table.
+
+    A missing row has -2 - row there until `place`, and what lies in no table -1.
+    """
+    n, compiled = ids.shape[0], state.loops
+    if compiled is None:
+        rows, feature = rows_of_ids(ids, offsets, lookups)
+        found = find_rows(state, torch.unique(rows[rows >= 0]))
+        if not n:
+            return found, rows
+        slots = state.slot_of[rows.clamp(min=0)].long()
+        slots = torch.where(slots >= 0, slots - lookups.first_slots[feature], -2 - rows)
+        return found, torch.where(rows >= 0, slots, -1)
+    ids, offsets = ids.contiguous(), offsets.contiguous()
+    out, (hits, missing, absent) = torch.empty(n, dtype=torch.int64, device="cpu"), scratch.rows(n)
+    tables = state.row_borders.shape[0] - 1
+    # and the numbers of hits, of missing rows and of their ids
+    counts = torch.zeros(2 * tables + 3, dtype=torch.int64, device="cpu")
+    compiled.find_ids(
+        ids.data_ptr(), ids.itemsize, n, offsets.data_ptr(), offsets.itemsize, lookups.samples(offsets),
+        lookups.features.data_ptr(), lookups.features.shape[0], lookups.first_slots.data_ptr(),
+        lookups.tables.data_ptr(), state.slot_of.data_ptr(), state.held.data_ptr(), out.data_ptr(), hits.data_ptr(),
+        missing.data_ptr(), absent.data_ptr(), counts.data_ptr(), counts.data_ptr() + 16 * tables,
+    )  # fmt: skip
+    hit_count, missing_count, absent_count = counts[2 * tables :].tolist()
+    rows = missing[:missing_count].clone()
+    _sort(compiled, rows, None, state.slot_of.shape[0])
+    return Found(hits[:hit_count], rows, counts[: 2 * tables].view(tables, 2), absent[:absent_count]), out
+
+
+def _sort(compiled: Any, rows: Tensor, others: Tensor | None, rows_total: int) -> None:
+    """Sort distinct rows in place by the loop, and others with them."""
+    n = rows.shape[0]
+    if n > 1:
+        scratch = torch.empty(2 * n + _BINS, dtype=torch.int64, device="cpu")
+        compiled.sort_rows(
+            rows.data_ptr(), 0 if others is None else others.data_ptr(), n, scratch.data_ptr(),
+            scratch.data_ptr() + 16 * n, rows_total,
+        )  # fmt: skip
+
+
+def find_rows(state: SlotTables, rows: Tensor) -> Found:
+    """As `find_ids`, of distinct rows [U], ascending."""
+    compiled, tables = state.loops, state.row_borders.shape[0] - 1
+    if compiled is None:
+        slots = state.slot_of[rows].long()
+        absent = slots < 0
+        hits, missing = slots[~absent], rows[absent]
+        state.held[hits] += MARK
+        state.slot_of[missing] += MARKED
+        # host sync on CUDA: how many rows of each table hit, and are missing
+        ends = torch.stack([torch.searchsorted(some, state.row_borders) for some in (rows, missing)])
+        of_all, of_missing = ends.diff().cpu()
+        return Found(hits, missing, torch.stack([of_all - of_missing, of_missing], dim=1))
+    n, rows = rows.shape[0], rows.contiguous()
+    hits, missing = (torch.empty(n, dtype=torch.int64, device="cpu") for _ in range(2))
+    counts = torch.empty(tables, 2, dtype=torch.int64, device="cpu")
+    absent_count = compiled.find_rows(
+        rows.data_ptr(), n, state.row_borders.data_ptr(), tables, state.slot_of.data_ptr(), state.held.data_ptr(),
+        hits.data_ptr(), missing.data_ptr(), counts.data_ptr(),
+    )  # fmt: skip
+    return Found(hits[: n - absent_count], missing[:absent_count], counts)
+
+
+def forget(state: SlotTables, found: Found) -> None:
+    """Take the marks of a batch back that does not come."""
+    if (compiled := state.loops) is None:
+        state.held[found.hits] -= MARK
+        state.slot_of[found.missing] -= MARKED
+        return
+    compiled.forget(
+        found.hits.data_ptr(), found.hits.shape[0], found.missing.data_ptr(), found.missing.shape[0],
+        state.held.data_ptr(), state.slot_of.data_ptr(),
+    )  # fmt: skip
+
+
+def take(state: SlotTables, missing: Tensor, picked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows `missing` [M], ascending, move into the slots `picked` [M] for them; what was there leaves.
+
+    Returns the rows [M] that left and have to be saved, -1 where none does, whether those that came are fresh [M], and
+    counts [T, 2] of fresh rows and of saves by table.
+    """
+    tables = state.row_borders.shape[0] - 1
+    if (compiled := state.loops) is None:
+        old = state.row_of[picked]
+        saves = torch.where(state.dirty[picked], old, -1)
+        leaving, has_record = old >= 0, state.dirty[picked] | state.stored[picked]
+        state.slot_of[old[leaving]] = torch.where(has_record, BELOW, FRESH).int()[leaving]
+        fresh = state.slot_of[missing] == FRESH + MARKED
+        state.slot_of[missing] = picked.int()
+        state.row_of[picked] = missing
+        state.stored[picked], state.dirty[picked] = ~fresh, False
+        # host sync on CUDA: what is counted by table
+        ends = torch.searchsorted(missing, state.row_borders)
+        sums = [torch.cat([some.new_zeros(1), some.cumsum(0)])[ends].diff() for some in (fresh.long(), (saves >= 0).long())]
+        return saves, fresh, torch.stack(sums, dim=1).cpu()
+    n = missing.shape[0]
+    saves, fresh = torch.empty(n, dtype=torch.int64, device="cpu"), torch.empty(n, dtype=torch.bool, device="cpu")
+    counts = torch.empty(tables, 2, dtype=torch.int64, device="cpu")
+    compiled.take(
+        picked.data_ptr(), missing.data_ptr(), n, state.row_borders.data_ptr(), tables, state.slot_of.data_ptr(),
+        state.row_of.data_ptr(), state.dirty.data_ptr(), state.stored.data_ptr(), saves.data_ptr(), fresh.data_ptr(),
+        counts.data_ptr(),
+    )  # fmt: skip
+    return saves, fresh, counts
+
+
+def use(
+    state: SlotTables, hits: Tensor, slots: Tensor, scoring: Scoring, given: Tensor | None, *, keeps: bool
+) -> None:
+    """Hold the slots [U] of a batch, `hits` [H] and then those of rows that have just come, and score them.
+
+    `given` [U] are the scores, which loops find themselves where the policy is ours. Keys follow scores; with `keeps`
+    those of hits that have a next use stay.
+    """
+    count, n = hits.shape[0], slots.shape[0]
+    if (compiled := state.loops) is None:
+        assert given is not None
+        state.held[hits] -= MARK
+        state.held[slots] += 1
+        state.score[slots] = given
+        keys = key_of(given, scoring.base)
+        if keeps:
+            now = state.key[hits]
+            keys[:count] = torch.where(now > SCORES + EMPTY_KEYS, now, keys[:count])
+        state.key[slots] = keys
+        return
+    given, gain = None if given is None else given.contiguous(), scoring.gain
+    compiled.use(
+        slots.data_ptr(), count, n, state.held.data_ptr(), state.score.data_ptr(), state.key.data_ptr(),
+        0 if given is not None else scoring.kind, scoring.batch, scoring.half_life,
+        0 if gain is None else gain.data_ptr(), 0 if gain is None else len(gain), scoring.base, int(keeps),
+        0 if given is None else given.data_ptr(),
+    )  # fmt: skip
+
+
+def key_of(scores: Tensor, base: int) -> Tensor:
+    """Keys [n] int32 of slots whose rows no announced batch needs."""
+    return (scores - base).clamp(0, SCORES).add(EMPTY_KEYS).int()
+
+
+def expect(state: SlotTables, rows: Tensor, begin: int, following: Tensor) -> None:
+    """Have the slots of the rows [U] of a batch know their next use, which stands in the ring from `begin` on."""
+    n, size = rows.shape[0], following.shape[0]
+    if (compiled := state.loops) is None:
+        number = following[torch.arange(begin, begin + n, device=rows.device) % size]
+        slots = state.slot_of[rows].long()
+        state.key[slots[number >= 0]] = NEXT_USES - number[number >= 0]
+        return
+    compiled.expect(
+        rows.data_ptr(), n, begin, following.data_ptr(), size, state.slot_of.data_ptr(), state.key.data_ptr()
+    )
+
+
+def place(state: SlotTables, found: Found, slots: Tensor, offsets: Tensor, lookups: Lookups) -> Tensor:
+    """The slots [N] that `find_ids` gave, with those of rows that were missing."""
+    if (compiled := state.loops) is None:
+        if not slots.shape[0]:
+            return slots
+        ends = offsets[lookups.samples(offsets) :: max(lookups.samples(offsets), 1)].contiguous()
+        feature = torch.bucketize(torch.arange(slots.shape[0], device=slots.device), ends, right=True)
+        feature = feature.clamp(max=max(lookups.features.shape[0] - 1, 0))
+        came = state.slot_of[(-2 - slots).clamp(min=0)] - lookups.first_slots[feature]
+        return torch.where(slots <= -2, came, slots)
+    assert found.absent is not None
+    offsets = offsets.contiguous()
+    compiled.place(
+        slots.data_ptr(), slots.shape[0], found.absent.data_ptr(), found.absent.shape[0], offsets.data_ptr(),
+        offsets.itemsize, lookups.samples(offsets), lookups.first_slots.data_ptr(), state.slot_of.data_ptr(),
+    )  # fmt: skip
+    return slots
+
+
+def release(state: SlotTables, slots: Tensor, *, changed: bool) -> None:
+    """Slots [U] are held by one lease less; `changed` ones are other than their records below."""
+    if (compiled := state.loops) is None:
+        state.held[slots] -= 1
+        if changed:
+            state.dirty[slots] = True
+        return
+    compiled.release(
+        slots.data_ptr(), slots.shape[0], state.held.data_ptr(), state.dirty.data_ptr(), int(changed)
+    )
+
+
+def distinct_rows(
+    state: SlotTables, ids: Tensor, offsets: Tensor, lookups: Lookups, latest: Tensor, begin: int
+) -> tuple[Tensor, Tensor]:
+    """The distinct rows [U] of a batch, ascending, and what `latest` [R] int64 has of them: less than `begin`, always."""
+    n, compiled = ids.shape[0], state.loops
+    if compiled is None:
+        rows, _ = rows_of_ids(ids, offsets, lookups)
+        rows = torch.unique(rows[rows >= 0])
+        return rows, latest[rows]
+    ids, offsets = ids.contiguous(), offsets.contiguous()
+    rows, before = (torch.empty(n, dtype=torch.int64, device="cpu") for _ in range(2))
+    count = compiled.distinct(
+        ids.data_ptr(), ids.itemsize, n, offsets.data_ptr(), offsets.itemsize, lookups.samples(offsets),
+        lookups.features.data_ptr(), lookups.features.shape[0], latest.data_ptr(), begin, rows.data_ptr(),
+        before.data_ptr(),
+    )  # fmt: skip
+    rows, before = rows[:count].clone(), before[:count]
+    _sort(compiled, rows, before, latest.shape[0])
+    return rows, before
+
+
+def link(
+    state: SlotTables, rows: Tensor, before: Tensor, latest: Tensor, following: Tensor, number: int, begin: int, first: int
+) -> None:
+    """Make the batch `number` the next use of its rows [U]: of the places `before` [U] where they stand among all that
+    was announced, or of their slots where that is before `first`. They stand from `begin` on in the ring `following`.
+    """
+    n, size = rows.shape[0], following.shape[0]
+    if (compiled := state.loops) is None:
+        places = torch.arange(begin, begin + n, device=rows.device)
+        following[places % size] = -1
+        waits = before >= first
+        following[before[waits] % size] = number
+        slots = state.slot_of[rows[~waits]].long()
+        state.key[slots[slots >= 0]] = NEXT_USES - number
+        latest[rows] = places
+        return
+    compiled.link(
+        rows.data_ptr(), before.data_ptr(), n, number, begin, first, latest.data_ptr(), following.data_ptr(), size,
+        state.slot_of.data_ptr(), state.key.data_ptr(),
+    )  # fmt: skip
