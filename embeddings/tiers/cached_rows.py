@@ -403,6 +403,10 @@ class CachedRows:
     def follow(self, device: torch.device) -> None:
         """As `LookaheadStore.follow`."""
         assert not self.is_in_use()
+        self._follow_residency(device)
+
+    def _follow_residency(self, device: torch.device) -> None:
+        """Have slots, and what knows their device, on this one."""
         self.residency.follow(device)
         self._turns = Turns(device)
         for below in self.below:
@@ -566,7 +570,8 @@ class CachedRows:
         self.__dict__.update(state)
         self._transfers = Transfers("rows below")
         if "residency" in state:
-            self._turns = Turns(self.residency.device)
+            # a copy may be on another device
+            self._follow_residency(self.residency.slot_of.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedRows:
         probe = torch.empty(0)

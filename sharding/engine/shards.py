@@ -167,7 +167,7 @@ class LocalShards:
         for g in self._asked[step.update]:
             group, part, (ids, offsets, factors) = groups[g], self.parts[g], self._inputs(step, g)
             try:
-                there = prefetched.pop(g, None)
+                there = prefetched.get(g)
                 if there is None:
                     resolve = partial(self._resolve, step, g, group, ids, offsets)
                     there = self._with_room(group, resolve) if self._prefetched else resolve()

@@ -57,6 +57,9 @@ LOOKUPS = {
         "ids_pass",
     ),
     *("use_configs", "quantized_sequence_lookup", "quantize_pooled", "dequantize_pooled"),
+    # of rows below the device
+    *("RecordLayout", "ReuseStack", "initial_rows", "lowest", "move_rows", "record_layout"),
+    *("ask_file_rows", "read_file_rows", "write_file_rows"),
 }
 
 
