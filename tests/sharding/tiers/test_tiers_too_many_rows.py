@@ -27,7 +27,9 @@ def mix_of(prefix: str, *, pooled: bool) -> mixes.Mix:
     for name, (strategy, dim) in strategies.items():
         tier = Tier(4, max_slots=MOST[name])
         dim = dim if pooled else 8
-        cases.append(mixes.TableCase(f"{prefix}{name}", ROWS[name], dim, (name,), strategy, options=TableOptions(tier=tier)))
+        cases.append(
+            mixes.TableCase(f"{prefix}{name}", ROWS[name], dim, (name,), strategy, options=TableOptions(tier=tier))
+        )
     return mixes.Mix(tuple(cases), pooled=pooled)
 
 
