@@ -206,6 +206,8 @@ class CachedRows:
             TooManyRows: the batch alone wants more rows of a table than it may have slots.
         """
         with self._turns.turn():
+            if announced is not None:
+                self._turns.keep(announced.rows)
             try:
                 slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), announced)
             except TooFewSlots as error:
@@ -381,6 +383,7 @@ class CachedRows:
         if lease not in self.residency.leases:
             return
         with self._turns.turn():
+            self._turns.keep(lease.slots, *lease.moves)
             # of a disk that fails whoever wants rows next is told; this call cleans up after a step
             with suppress(Exception):
                 self._put_loads(number)

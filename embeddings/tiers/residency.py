@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.kernels import lowest
 from shardwise.kernels.rows import residency as steps
-from shardwise.kernels.rows.residency import Found, Lookups, Scratch, SlotTables
+from shardwise.kernels.rows.residency import Found, Lookups, Scratch, SlotTables, Victims
 from shardwise.kernels.rows.residency_numbers import BELOW, EMPTY_KEYS, FRESH, NEXT_USES, SCORES
 
 from .policies import Policy, scoring_of
@@ -43,8 +42,9 @@ class TooFewSlots(RuntimeError):
 
 
 def grown_slots(needed: int, most: int) -> int:
-    """Slots of a table that needs more, and may have `most`: an eighth beyond what it needs, as batches of one size want
-    about as many rows and one of them that wants most should not copy the table again.
+    """Slots of a table that needs more, and may have `most`: an eighth beyond what it needs.
+
+    Batches of one size want about as many rows; the largest of them should not have the table copied again.
     """
     return min(needed + needed // 8, most)
 
@@ -129,7 +129,7 @@ class Residency:
         self.batch = 0
         # keys of scores count from here
         self._base = 0
-        self._scratch = Scratch()
+        self._scratch, self._victims = Scratch(), Victims()
         # those that are held
         self.leases: list[Lease] = []
         self._place_slots()
@@ -159,6 +159,7 @@ class Residency:
         self._stored = torch.zeros(slots, dtype=torch.bool, device=self.device)
         self._score = torch.zeros(slots, dtype=torch.int64, device=self.device)
         self._key = torch.zeros(slots, dtype=torch.int32, device=self.device)
+        self._victims.clear(self._slot_borders.tolist())
 
     @property
     def _state(self) -> SlotTables:
@@ -201,8 +202,9 @@ class Residency:
         """Make the batch the next use of what its rows were announced for before, or of the slots where they are."""
         first = self._window.batches[0].begin
         steps.link(
-            self._state, announced.rows, before, self._places(), self._next, announced.number, announced.begin, first
-        )
+            self._state, announced.rows, before, self._places(), self._next, self._victims,
+            number=announced.number, begin=announced.begin, first=first,
+        )  # fmt: skip
 
     def _grow_ring(self, pending: int) -> None:
         old, self._next = self._next, self._next.new_full((2 * pending,), _NONE)
@@ -230,6 +232,7 @@ class Residency:
             slots = slots[slots >= 0]
             self._key[slots] = steps.key_of(self._score[slots], self._base)
         window.withdrawn = []
+        self._victims.clear()
         for batch in window.batches:
             self._link(batch, self._latest[batch.rows])
 
@@ -294,13 +297,12 @@ class Residency:
         if not missing.shape[0]:
             return Moves(missing, missing, missing, missing.bool()), torch.zeros_like(found.counts)
         counts = found.counts[:, 1].contiguous()
-        picked = lowest(
-            self._key, self.held, self._slot_borders, counts.to(self.device, non_blocking=True), missing.shape[0]
-        )
+        picked = self._victims.pick(self._state, counts, missing.shape[0])
         # host sync on CUDA
         if int(picked.min()) < 0:
             needed = self._needed(counts)
             steps.forget(self._state, found)
+            self._victims.clear()
             raise TooFewSlots(needed)
         saves, fresh, moved = steps.take(self._state, missing, picked)
         return Moves(picked, saves, missing, fresh), moved
@@ -320,6 +322,7 @@ class Residency:
         self._base = base
         scored = (self._key > 0) & (self._key <= SCORES + EMPTY_KEYS)
         self._key.copy_(torch.where(scored, steps.key_of(self._score, base), self._key))
+        self._victims.clear()
 
     def _expect(self, moves: Moves) -> None:
         """Have rows that came for a batch that nobody announced know which of those that were needs them first."""
@@ -333,7 +336,7 @@ class Residency:
         if lease not in self.leases:
             return
         self.leases.remove(lease)
-        steps.release(self._state, lease.slots, changed=changed)
+        steps.release(self._state, lease.slots, self._victims, changed=changed)
 
     # ---- what others ask
 
@@ -376,7 +379,8 @@ class Residency:
         other._window, other._latest = _Window(), None
         other._next = torch.full((1,), _NONE, dtype=torch.int32, device=self.device)
         other._key = torch.where(self.row_of >= 0, steps.key_of(self._score, self._base), 0)
-        other._scratch = Scratch()
+        other._scratch, other._victims = Scratch(), Victims()
+        other._victims.clear(self._slot_borders.tolist())
         return other
 
     def follow(self, device: torch.device) -> None:

@@ -18,11 +18,32 @@ from torch import Tensor
 
 from .. import numba_loops
 from ..features import FIRST_ROW, ROWS
-from .residency_numbers import BELOW, EMPTY_KEYS, FRESH, MARK, MARKED, NEXT_USES, SCORES
+from .lowest import lowest
+from .residency_numbers import (
+    BELOW,
+    EMPTY_KEYS,
+    END,
+    ENTRIES,
+    FIELDS_OF_QUEUE,
+    FRESH,
+    HEAD,
+    HEAP,
+    HEAP_ROOM,
+    HEAP_SIZE,
+    HIGH,
+    LIMIT,
+    LOW,
+    MARK,
+    MARKED,
+    NEXT_USES,
+    SCORES,
+)
 
 # the CPU's compiled loops; None where numba is missing or does not work
 loops = partial(numba_loops.loops, "residency_loops", "rows")
 _BINS = 1 << 11
+# slots of a table that are not read for every batch, but for about so many at once
+MANY_SLOTS, BATCHES_OF_QUEUE = 1 << 19, 8
 
 
 class SlotTables(NamedTuple):
@@ -204,7 +225,9 @@ def take(state: SlotTables, missing: Tensor, picked: Tensor) -> tuple[Tensor, Te
         state.stored[picked], state.dirty[picked] = ~fresh, False
         # host sync on CUDA: what is counted by table
         ends = torch.searchsorted(missing, state.row_borders)
-        sums = [torch.cat([some.new_zeros(1), some.cumsum(0)])[ends].diff() for some in (fresh.long(), (saves >= 0).long())]
+        sums = [
+            torch.cat([some.new_zeros(1), some.cumsum(0)])[ends].diff() for some in (fresh.long(), (saves >= 0).long())
+        ]
         return saves, fresh, torch.stack(sums, dim=1).cpu()
     n = missing.shape[0]
     saves, fresh = torch.empty(n, dtype=torch.int64, device="cpu"), torch.empty(n, dtype=torch.bool, device="cpu")
@@ -217,9 +240,7 @@ def take(state: SlotTables, missing: Tensor, picked: Tensor) -> tuple[Tensor, Te
     return saves, fresh, counts
 
 
-def use(
-    state: SlotTables, hits: Tensor, slots: Tensor, scoring: Scoring, given: Tensor | None, *, keeps: bool
-) -> None:
+def use(state: SlotTables, hits: Tensor, slots: Tensor, scoring: Scoring, given: Tensor | None, *, keeps: bool) -> None:
     """Hold the slots [U] of a batch, `hits` [H] and then those of rows that have just come, and score them.
 
     `given` [U] are the scores, which loops find themselves where the policy is ours. Keys follow scores; with `keeps`
@@ -283,7 +304,92 @@ def place(state: SlotTables, found: Found, slots: Tensor, offsets: Tensor, looku
     return slots
 
 
-def release(state: SlotTables, slots: Tensor, *, changed: bool) -> None:
+class Victims:
+    """Which slots go next, of tables with so many that they are not read for every batch: queues for some batches.
+
+    A queue has the free slots of lowest keys as they were when it was filled; what comes below its highest entry since,
+    as a slot is let go or gets another key, is added. So it gives what a look at all slots would.
+    """
+
+    def __init__(self) -> None:
+        # [queues, fields] int64, tables of the queues, and memory that the fields point to
+        self.queues = torch.empty(0, FIELDS_OF_QUEUE, dtype=torch.int64, device="cpu")
+        self._tables: list[int] = []
+        self._memory: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # what it knows of lies at addresses of this process
+        other = Victims()
+        other.queues, other._tables = self.queues.clone(), self._tables
+        other.clear()
+        return other.__dict__
+
+    def clear(self, slot_borders: list[int] | None = None) -> None:
+        """Know of nothing: keys changed that nobody told of; or slots are laid out anew, as these borders say."""
+        if slot_borders is not None:
+            sizes = list(zip(slot_borders, slot_borders[1:], strict=False))
+            self._tables, self._memory = [t for t, (low, high) in enumerate(sizes) if high - low >= MANY_SLOTS], {}
+            self.queues = torch.zeros(len(self._tables), FIELDS_OF_QUEUE, dtype=torch.int64, device="cpu")
+            for q, t in enumerate(self._tables):
+                self.queues[q, LOW], self.queues[q, HIGH] = sizes[t]
+        for field in (HEAD, END, HEAP_SIZE):
+            self.queues[:, field] = 0
+        self.queues[:, LIMIT] = -1
+
+    def pick(self, state: SlotTables, counts: Tensor, capacity: int) -> Tensor:
+        """As `lowest`, of the state's tables; counts [T] on the host. What is picked has to be taken, or `clear`."""
+        device = state.key.device
+        if not self._tables or state.loops is None:
+            # nobody tells it then
+            self.clear()
+            counts = counts.to(device, non_blocking=True)
+            return lowest(state.key, state.held, state.slot_borders, counts, capacity)
+        others = counts.clone()
+        others[self._tables] = 0
+        total = int(others.sum())
+        picked = lowest(state.key, state.held, state.slot_borders, others, total)
+        pieces = list(picked.split_with_sizes(others.tolist()))
+        for q, t in enumerate(self._tables):
+            if wanted := int(counts[t]):
+                pieces[t] = self._pick(state, q, t, wanted)
+        return torch.cat(pieces)
+
+    def _pick(self, state: SlotTables, q: int, t: int, wanted: int) -> Tensor:
+        compiled, picked = state.loops, torch.empty(wanted, dtype=torch.int64, device="cpu")
+        address = self.queues[q].data_ptr()
+        for filled in (False, True):
+            count = 0
+            if int(self.queues[q, LIMIT]) >= 0:
+                count = compiled.pick(
+                    address, wanted, picked.data_ptr(), state.held.data_ptr(), state.key.data_ptr(), 0
+                )
+            if count == wanted or filled:
+                break
+            self._fill(state, q, t, wanted)
+        picked[count:] = -1
+        _sort(compiled, picked[:count], None, int(self.queues[q, HIGH]))
+        return picked
+
+    def _fill(self, state: SlotTables, q: int, t: int, wanted: int) -> None:
+        """Look at all slots of the table."""
+        low, high = self.queues[q, LOW : HIGH + 1].tolist()
+        count = min(BATCHES_OF_QUEUE * wanted, high - low)
+        slots = lowest(
+            state.key[low:high], state.held[low:high], torch.tensor([0, high - low]), torch.tensor([count]), count
+        )
+        complete = bool((slots < 0).any())
+        slots = slots[slots >= 0] + low
+        entries = (state.key[slots].long() << 32) | slots
+        _sort(state.loops, entries, None, 1 << 62)
+        heap = torch.empty(2 * count + 1024, dtype=torch.int64, device="cpu")
+        self._memory[q] = entries, heap
+        limit = (1 << 63) - 1 if complete else int(entries[-1])
+        fields = {LIMIT: limit, ENTRIES: entries.data_ptr(), HEAD: 0, END: entries.shape[0], HEAP: heap.data_ptr()}
+        for field, value in {**fields, HEAP_SIZE: 0, HEAP_ROOM: heap.shape[0]}.items():
+            self.queues[q, field] = value
+
+
+def release(state: SlotTables, slots: Tensor, victims: Victims, *, changed: bool) -> None:
     """Slots [U] are held by one lease less; `changed` ones are other than their records below."""
     if (compiled := state.loops) is None:
         state.held[slots] -= 1
@@ -291,14 +397,15 @@ def release(state: SlotTables, slots: Tensor, *, changed: bool) -> None:
             state.dirty[slots] = True
         return
     compiled.release(
-        slots.data_ptr(), slots.shape[0], state.held.data_ptr(), state.dirty.data_ptr(), int(changed)
-    )
+        slots.data_ptr(), slots.shape[0], state.held.data_ptr(), state.dirty.data_ptr(), int(changed),
+        state.key.data_ptr(), victims.queues.data_ptr(), victims.queues.shape[0],
+    )  # fmt: skip
 
 
 def distinct_rows(
     state: SlotTables, ids: Tensor, offsets: Tensor, lookups: Lookups, latest: Tensor, begin: int
 ) -> tuple[Tensor, Tensor]:
-    """The distinct rows [U] of a batch, ascending, and what `latest` [R] int64 has of them: less than `begin`, always."""
+    """The distinct rows [U] of a batch, ascending, and what `latest` [R] int64 has of them: less than `begin`."""
     n, compiled = ids.shape[0], state.loops
     if compiled is None:
         rows, _ = rows_of_ids(ids, offsets, lookups)
@@ -317,7 +424,16 @@ def distinct_rows(
 
 
 def link(
-    state: SlotTables, rows: Tensor, before: Tensor, latest: Tensor, following: Tensor, number: int, begin: int, first: int
+    state: SlotTables,
+    rows: Tensor,
+    before: Tensor,
+    latest: Tensor,
+    following: Tensor,
+    victims: Victims,
+    *,
+    number: int,
+    begin: int,
+    first: int,
 ) -> None:
     """Make the batch `number` the next use of its rows [U]: of the places `before` [U] where they stand among all that
     was announced, or of their slots where that is before `first`. They stand from `begin` on in the ring `following`.
@@ -334,5 +450,6 @@ def link(
         return
     compiled.link(
         rows.data_ptr(), before.data_ptr(), n, number, begin, first, latest.data_ptr(), following.data_ptr(), size,
-        state.slot_of.data_ptr(), state.key.data_ptr(),
+        state.slot_of.data_ptr(), state.key.data_ptr(), state.held.data_ptr(), victims.queues.data_ptr(),
+        victims.queues.shape[0],
     )  # fmt: skip

@@ -14,7 +14,28 @@ from numba.core import types as numba_types
 
 from ..cpu.njit import compiled, i4, i8, prefetch, u1
 from ..features import FIELDS, FIRST_ROW, ROWS
-from .residency_numbers import BELOW, EMPTY_KEYS, FRESH, LFU, LRU, MARK, MARKED, NEXT_USES, SCORES, UNIT
+from .residency_numbers import (
+    BELOW,
+    EMPTY_KEYS,
+    END,
+    ENTRIES,
+    FIELDS_OF_QUEUE,
+    FRESH,
+    HEAD,
+    HEAP,
+    HEAP_ROOM,
+    HEAP_SIZE,
+    HIGH,
+    LFU,
+    LIMIT,
+    LOW,
+    LRU,
+    MARK,
+    MARKED,
+    NEXT_USES,
+    SCORES,
+    UNIT,
+)
 
 types: Any = numba_types
 
@@ -26,7 +47,7 @@ _DIGITS = 1 << _DIGIT
 
 
 @compiled(inline=True)
-def _id(address: int, nbytes: int, at: int) -> int:
+def _id(address: int, nbytes: int, at: int) -> Any:
     return i8(address, at + 1)[at] if nbytes == 8 else np.int64(i4(address, at + 1)[at])
 
 
@@ -54,8 +75,8 @@ def find_ids(
     """The slot of each id within its table, -2 - row of those that are missing, -1 of what lies in no table.
 
     Distinct slots that were found go to `hits`, distinct rows that were not to `missing`, both as they come, and to
-    `absent` where ids of missing rows stand; each has room for one more than it gets. counts [T, 2] are hits and missing
-    rows of each table, totals [3] the numbers of all that was written.
+    `absent` where ids of missing rows stand; each has room for one more than it gets. counts [T, 2] are hits and
+    missing rows of each table, totals [3] the numbers of all that was written.
     """
     feature, first_slot, table = i8(features, f_count * FIELDS), i8(first_slots, f_count), i8(table_of, f_count)
     slot, holders, place = i4(slot_of, 1 << 62), i4(held, 1 << 62), i8(out, n)
@@ -135,7 +156,12 @@ def find_rows(
 @compiled(types.void(*[int64] * 6))
 def forget(hits: int, hit_count: int, missing: int, missing_count: int, held: int, slot_of: int) -> None:
     """Take the marks of a batch back."""
-    hit, absent, holders, slot = i8(hits, hit_count), i8(missing, missing_count), i4(held, 1 << 62), i4(slot_of, 1 << 62)
+    hit, absent, holders, slot = (
+        i8(hits, hit_count),
+        i8(missing, missing_count),
+        i4(held, 1 << 62),
+        i4(slot_of, 1 << 62),
+    )
     for i in range(hit_count):
         holders[hit[i]] -= MARK
     for i in range(missing_count):
@@ -198,7 +224,12 @@ def take(
     counts [T, 2] are fresh rows and saves of each table; borders [T + 1] are those of rows.
     """
     slot, row, border = i8(picked, n), i8(missing, n), i8(borders, tables + 1)
-    slots, rows, is_dirty, is_stored = i4(slot_of, border[tables]), i8(row_of, 1 << 62), u1(dirty, 1 << 62), u1(stored, 1 << 62)
+    slots, rows, is_dirty, is_stored = (
+        i4(slot_of, border[tables]),
+        i8(row_of, 1 << 62),
+        u1(dirty, 1 << 62),
+        u1(stored, 1 << 62),
+    )
     save, is_fresh, count = i8(saves, n), u1(fresh, n), i8(counts, 2 * tables)
     i = 0
     for t in range(tables):
@@ -259,7 +290,7 @@ def use(
         s, is_hit = np.uint64(slot[i]), i < hit_count
         holders[s] = (holders[s] & (MARK - 1)) + 1
         if kind == LRU:
-            value = np.int64(batch)
+            value: Any = np.int64(batch)
         elif kind == 0:
             value = given[i]
         else:
@@ -269,8 +300,7 @@ def use(
             elif value <= 0:
                 value = now
             else:
-                high, low = max(value, now), min(value, now)
-                value = high + gained[np.uint64(min(high - low, gains - 1))]
+                value = max(value, now) + gained[np.uint64(min(abs(value - now), gains - 1))]
         scored[s] = value
         if not (keeps and is_hit and keyed[s] > SCORES + EMPTY_KEYS):
             keyed[s] = min(max(value - base, 0), SCORES) + EMPTY_KEYS
@@ -310,10 +340,78 @@ def place(
         place[i] = slot[np.uint64(-2 - place[i])] - first_slot[f]
 
 
-@compiled(types.void(*[int64] * 5))
-def release(slots: int, n: int, held: int, dirty: int, changed: int) -> None:
-    """Slots [n] are held by one lease less, and `changed` ones are other than their records."""
+@compiled()
+def _note(key: int, slot: int, queues: Any, count: int) -> None:
+    """A free slot has this key now: into the heap of its table's queue, where it is below what that knows of."""
+    entry = (key << 32) | slot
+    for q in range(count):
+        base = q * FIELDS_OF_QUEUE
+        if slot < queues[base + LOW] or slot >= queues[base + HIGH] or entry > queues[base + LIMIT]:
+            continue
+        size = queues[base + HEAP_SIZE]
+        if size == queues[base + HEAP_ROOM]:
+            # what is below the limit is not known any more
+            queues[base + LIMIT] = -1
+            continue
+        heap = i8(queues[base + HEAP], size + 1)
+        at = size
+        while at > 0 and heap[(at - 1) >> 1] > entry:
+            heap[at] = heap[(at - 1) >> 1]
+            at = (at - 1) >> 1
+        heap[at] = entry
+        queues[base + HEAP_SIZE] = size + 1
+
+
+@compiled()
+def _pop(heap: Any, size: int) -> None:
+    """Take the least entry out of a heap, of which `size` stay."""
+    last, at = heap[size], 0
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and heap[child + 1] < heap[child]:
+            child += 1
+        if heap[child] >= last:
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = last
+
+
+@compiled(int64(*[int64] * 6))
+def pick(queue: int, wanted: int, out: int, held: int, key: int, scratch: int) -> int:
+    """The `wanted` slots of lowest (key, slot) of a queue's table that nobody holds, in the order of slots.
+
+    Gives how many there were: fewer where the queue does not know of more. scratch is as of `sort_rows`.
+    """
+    own, slot = i8(queue, FIELDS_OF_QUEUE), i8(out, wanted)
+    holders, keyed = i4(held, 1 << 62), i4(key, 1 << 62)
+    entries, heap = i8(own[ENTRIES], own[END]), i8(own[HEAP], own[HEAP_ROOM])
+    head, end, size, count, last = own[HEAD], own[END], own[HEAP_SIZE], 0, np.int64(-1)
+    while count < wanted and (head < end or size > 0):
+        if size > 0 and (head >= end or heap[0] < entries[head]):
+            entry = heap[0]
+            size -= 1
+            _pop(heap, size)
+        else:
+            entry = entries[head]
+            head += 1
+        if entry == last:
+            continue
+        last = entry
+        s = entry & 0xFFFFFFFF
+        # others are held, or have got another key since
+        if holders[s] <= 0 and keyed[s] == entry >> 32:
+            slot[count] = s
+            count += 1
+    own[HEAD], own[HEAP_SIZE] = head, size
+    return count
+
+
+@compiled(types.void(*[int64] * 8))
+def release(slots: int, n: int, held: int, dirty: int, changed: int, key: int, queues: int, queue_count: int) -> None:
+    """Slots [n] are held by one lease less, and `changed` ones differ from their records; queues hear of free ones."""
     slot, holders, is_dirty = i8(slots, n), i4(held, 1 << 62), u1(dirty, 1 << 62)
+    keyed, queue = i4(key, 1 << 62), i8(queues, queue_count * FIELDS_OF_QUEUE)
     for i in range(n):
         if i + _AHEAD < n:
             prefetch(held + 4 * slot[i + _AHEAD])
@@ -322,6 +420,8 @@ def release(slots: int, n: int, held: int, dirty: int, changed: int) -> None:
         holders[s] -= 1
         if changed:
             is_dirty[s] = 1
+        if queue_count and holders[s] == 0:
+            _note(np.int64(keyed[s]), slot[i], queue, queue_count)
 
 
 @compiled(int64(*[int64] * 12))
@@ -362,7 +462,7 @@ def distinct(
     return count
 
 
-@compiled(types.void(*[int64] * 11))
+@compiled(types.void(*[int64] * 14))
 def link(
     rows: int,
     before: int,
@@ -375,13 +475,17 @@ def link(
     size: int,
     slot_of: int,
     key: int,
+    held: int,
+    queues: int,
+    queue_count: int,
 ) -> None:
     """The batch `number` is the next use of its rows, for what they were announced before at `before`, or their slots.
 
     Its rows stand from `begin` on among all that was announced; what stands before `first` is no more.
     """
     row, old, last, ring = i8(rows, n), i8(before, n), i8(latest, 1 << 62), i4(following, size)
-    slot, keyed = i4(slot_of, 1 << 62), i4(key, 1 << 62)
+    slot, keyed, holders = i4(slot_of, 1 << 62), i4(key, 1 << 62), i4(held, 1 << 62)
+    queue = i8(queues, queue_count * FIELDS_OF_QUEUE)
     at = begin % size
     for i in range(n):
         if i + _AHEAD < n:
@@ -394,5 +498,7 @@ def link(
             s = slot[r]
             if s >= 0:
                 keyed[s] = NEXT_USES - number
+                if queue_count and holders[s] <= 0:
+                    _note(np.int64(keyed[s]), np.int64(s), queue, queue_count)
         last[r] = begin + i
         at = at + 1 if at + 1 < size else 0

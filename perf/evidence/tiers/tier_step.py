@@ -1,8 +1,8 @@
 """A training step of a table behind a cache over one that lies in memory whole, by the share of rows that hit.
 
-A table of R rows and D columns, fp32, row-wise Adagrad; batches of B samples with L ids each, by Zipf's law over rows in
-random order, from a pool that comes again and again. Slots are chosen so that 100, 90 and 55 % of the distinct rows of
-a batch hit. Records lie in memory, nothing overlaps, one thread; CPU time of that thread, as other jobs share the
+A table of R rows and D columns, fp32, row-wise Adagrad; batches of B samples with L ids each, by Zipf's law over rows
+in random order, from a pool that comes again and again. Slots are chosen so that 100, 90 and 55 % of the distinct rows
+of a batch hit. Records lie in memory, nothing overlaps, one thread; CPU time of that thread, as other jobs share the
 machine. Steps of all tables take turns; a ratio is of medians, its spread the quartiles over turns. `--write` keeps the
 numbers in perf/results/cpu/tier_step.json. A ratio above its bound is not as it has to be.
 """
@@ -65,7 +65,7 @@ def slots_for(distinct: list[Tensor], share: float) -> int:
     """The fewest slots with this share of hits, to a hundredth of them."""
     if share == 1.0:
         return R
-    low, high = max(rows.shape[0] for rows in distinct), int(torch.cat(distinct).unique().shape[0])
+    low, high = max(rows.shape[0] for rows in distinct), int(torch.unique(torch.cat(distinct)).shape[0])
     while high - low > high // 100:
         middle = (low + high) // 2
         low, high = (low, middle) if steady_hits(distinct, middle) >= share else (middle, high)
@@ -93,7 +93,7 @@ def measured(turns: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     ids, offsets, grad = pool(generator), torch.arange(0, B * L + 1, L), torch.randn(B, D, generator=generator)
-    distinct = [batch.unique() for batch in ids]
+    distinct = [torch.unique(batch) for batch in ids]
     slots = {share: slots_for(distinct, share) for share in BOUNDS}
     # 0 is the table without a cache
     groups = {0.0: table(None), **{share: table(count) for share, count in slots.items()}}
@@ -102,14 +102,14 @@ def measured(turns: int) -> dict[str, Any]:
     counts = {share: group.store.counts[0] for share, group in groups.items() if isinstance(group.store, CachedRows)}
     for share, group in groups.items():
         for _ in range(2 * POOL):
-            group.pooled(next(batches[share]), offsets).backward(grad)
+            torch.autograd.backward(group.pooled(next(batches[share]), offsets), grad)
     before = {share: (count.hits, count.wanted) for share, count in counts.items()}
     for _ in range(turns):
         for share, group in groups.items():
             taken = []
             for _ in range(STEPS + SKIPPED):
                 batch, begin = next(batches[share]), time.thread_time()
-                group.pooled(batch, offsets).backward(grad)
+                torch.autograd.backward(group.pooled(batch, offsets), grad)
                 taken.append(1e3 * (time.thread_time() - begin))
             times[share].append(taken[SKIPPED:])
     whole = [statistics.median(turn) for turn in times[0.0]]

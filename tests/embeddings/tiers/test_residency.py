@@ -136,7 +136,11 @@ class History:
     """A residency and its model through random events."""
 
     def __init__(
-        self, seed: int, policy: tuple[Policy, Callable[[int, int], int]] | None = None, first_batch: int = 0, jump: int = 0
+        self,
+        seed: int,
+        policy: tuple[Policy, Callable[[int, int], int]] | None = None,
+        first_batch: int = 0,
+        jump: int = 0,
     ) -> None:
         self.random = rng = random.Random(seed)
         self.jump = jump
@@ -179,7 +183,7 @@ class History:
         return torch.tensor(sorted(self.first_row[t] + r for t, r in rows), dtype=torch.int64)
 
     def batch(self, rows: set[tuple[int, int]]) -> tuple[Tensor, Tensor, list[int]]:
-        """The rows as a batch of ids, some of them twice, out of their tables or past the end; and the table of each."""
+        """The rows as a batch of ids, some of them twice, out of their tables or past the end; and their tables."""
         rng, ids, tables, offsets = self.random, list[int](), list[int](), [0]
         for f, t in enumerate([*range(len(self.model.rows)), 0]):
             # the last feature looks the first table up as well
@@ -249,7 +253,8 @@ class History:
             assert counts == [wanted - len(here), len(here), sum(m[3] for m in here), sum(m[2] >= 0 for m in here)]
         if places is not None and ids is not None:
             expected_places = [
-                self.model.slot_of.get((t, id), -1) if t >= 0 else -1 for t, id in zip(tables, ids.tolist(), strict=True)
+                self.model.slot_of.get((t, id), -1) if t >= 0 else -1
+                for t, id in zip(tables, ids.tolist(), strict=True)
             ]
             assert places.tolist() == expected_places
         self.leases.append((lease, held))
@@ -412,3 +417,15 @@ def test_what_ends_in_the_middle_of_a_turn_waits_for_its_end() -> None:
     assert done == ["same thread", "other thread"]
     turns.soon(lambda: done.append("at once"))
     assert done[2:] == ["at once"]
+
+
+@pytest.mark.parametrize("batches", [1, 8])
+def test_queues_of_victims_decide_as_a_look_at_all_slots(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
+    """Of tables of any size, filled for one batch or for eight."""
+    monkeypatch.setattr(steps, "MANY_SLOTS", 1)
+    monkeypatch.setattr(steps, "BATCHES_OF_QUEUE", batches)
+    for seed in range(HISTORIES // 4):
+        History(seed).run()
+    for seed in range(4):
+        trace_of = trace(seed, 60, 50, skewed=True)
+        assert hits_of(trace_of, 20, 60, len(trace_of), lru) == belady(trace_of, 20)
