@@ -21,7 +21,7 @@ from shardwise.embeddings.tiers import (
     RamOverFile,
     policy_named,
 )
-from shardwise.kernels.rows.initial_rows import initial_rows
+from shardwise.kernels import initial_rows
 
 from ...planner.layout import Shard, Tier
 from ..comms.exchange import Exchange

@@ -1,15 +1,35 @@
-"""Steps of one rank: some that began elsewhere, against those of one process; and some without process groups."""
+"""Steps of one rank: some that began elsewhere, against those of one process; and some without process groups.
+
+And what the tests of tiers share: mixes with a tier, tables in small chunks, what two sharded collections hold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from sharding_mixes import Mix, Run, address, batch_of, batches_of_rank, rows_of_rank, span_of, train
+from sharding_mixes import (
+    Mix,
+    Run,
+    address,
+    batch_of,
+    batches_of_rank,
+    held,
+    rows_of_rank,
+    same_tensors,
+    span_of,
+    train,
+)
 from torch import Tensor
 
 from shardwise import KeyedJaggedTensor
+from shardwise.embeddings.tiers import cached_rows
+from shardwise.planner.layout import Tier
+from shardwise.sharding.engine import reshard
 from shardwise.sharding.engine.route import Division, Sending, route
 from shardwise.sharding.engine.routes import Routes
 from shardwise.sharding.engine.step import Step
@@ -99,3 +119,38 @@ def handed_over(steps: Sequence[Step], receiving: Receiving, rank: int, blocks: 
     step.sent_ids, step.sent_lengths, step.sent_weights = own.sent_ids, own.sent_lengths, own.sent_weights
     unpack_ids(step, torch.cat(list(blocks)))
     return step
+
+
+def with_tier(mix: Mix, tier: Tier | None) -> Mix:
+    """The same tables with a tier, or without."""
+    tables = tuple(replace(table, options=replace(table.options, tier=tier)) for table in mix.tables)
+    return replace(mix, tables=tables)
+
+
+def with_strategy(mix: Mix, strategy: str) -> Mix:
+    """The same tables cut otherwise."""
+    return replace(mix, tables=tuple(replace(table, strategy=strategy) for table in mix.tables))
+
+
+@contextmanager
+def small_chunks() -> Iterator[None]:
+    """A block in which tables of some rows have several chunks."""
+    with patch.object(cached_rows, "_CHUNK_BYTES", 64 * 5), patch.object(reshard, "_CHUNK_BYTES", 64 * 5):
+        yield
+
+
+def held_of(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """`mixes.held` of a collection whose tables may have tiers."""
+    with model.shards.whole():
+        return held(model)
+
+
+def expect_equal(one: Any, other: Any) -> None:
+    """Two sharded collections hold the same numbers, in whatever tier."""
+    for mine, theirs in zip(held_of(one), held_of(other), strict=True):
+        assert same_tensors(mine, theirs)
+
+
+def misses(model: Any) -> int:
+    """Rows that came to slots of this rank."""
+    return sum(counts.misses for store in model._tables.stores() for counts in store.counts)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import MIX, bytes_of
 from ranks import error_of, run_ranks
-from tier_mixes import expect_equal, misses, small_chunks, with_strategy, with_tier
+from sharding_steps import expect_equal, misses, small_chunks, with_strategy, with_tier
 from torch import Tensor
 
 from shardwise import checkpoint

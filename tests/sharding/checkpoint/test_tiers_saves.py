@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import bytes_of
 from ranks import run_ranks
-from tier_mixes import expect_equal, held_of, small_chunks, with_tier
+from sharding_steps import expect_equal, held_of, small_chunks, with_tier
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from jagged_batches import random_kjt
 from ranks import error_of, run_ranks
-from tier_mixes import expect_equal, misses, small_chunks
+from sharding_steps import expect_equal, misses, small_chunks
 from torch import Tensor, nn
 
 from shardwise import (

@@ -16,7 +16,7 @@ import sharding_mixes as mixes
 import torch
 import torch.distributed as dist
 from ranks import error_of, run_ranks
-from tier_mixes import expect_equal, held_of, misses, small_chunks, with_tier
+from sharding_steps import expect_equal, held_of, misses, small_chunks, with_tier
 from torch import nn
 
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, ShardingEnv, apply_optimizer_in_backward, checkpoint
