@@ -206,6 +206,8 @@ class CachedRows:
             TooManyRows: the batch alone wants more rows of a table than it may have slots.
         """
         with self._turns.turn():
+            if announced is not None:
+                self._turns.keep(announced.rows)
             try:
                 slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), announced)
             except TooFewSlots as error:
@@ -381,6 +383,7 @@ class CachedRows:
         if lease not in self.residency.leases:
             return
         with self._turns.turn():
+            self._turns.keep(lease.slots, *lease.moves)
             # of a disk that fails whoever wants rows next is told; this call cleans up after a step
             with suppress(Exception):
                 self._put_loads(number)
@@ -400,6 +403,10 @@ class CachedRows:
     def follow(self, device: torch.device) -> None:
         """As `LookaheadStore.follow`."""
         assert not self.is_in_use()
+        self._follow_residency(device)
+
+    def _follow_residency(self, device: torch.device) -> None:
+        """Have slots, and what knows their device, on this one."""
         self.residency.follow(device)
         self._turns = Turns(device)
         for below in self.below:
@@ -563,7 +570,8 @@ class CachedRows:
         self.__dict__.update(state)
         self._transfers = Transfers("rows below")
         if "residency" in state:
-            self._turns = Turns(self.residency.device)
+            # a copy may be on another device
+            self._follow_residency(self.residency.slot_of.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedRows:
         probe = torch.empty(0)

@@ -16,7 +16,6 @@ from .scratch import ScratchFile
 
 # rows whose reads are under way while those before them are copied: as many as a disk has any use for
 _AHEAD = 1024
-_PAGE = 1 << 12
 # that a copy of a file moves at once
 _COPIED_BYTES = 1 << 24
 
@@ -66,7 +65,7 @@ class FileRecords:
         if self._memory is not None:
             take_rows(self._memory, rows, out)
         else:
-            self._move(file, rows, out, read_file_rows, self._read_run, ask=True)
+            self._move(file, rows, out, read_file_rows, self._read_run, edges=False)
 
     def write(self, rows: Tensor, records: Tensor) -> None:
         """As `Backing` says.
@@ -79,8 +78,7 @@ class FileRecords:
         if self._memory is not None:
             put_rows(self._memory, rows, records)
         else:
-            # the system reads pages that it writes in part
-            self._move(file, rows, records, write_file_rows, self._write_run, ask=self._shape[1] % _PAGE != 0)
+            self._move(file, rows, records, write_file_rows, self._write_run, edges=True)
 
     def grow(self, rows: int) -> None:
         """As `Backing` says.
@@ -135,15 +133,14 @@ class FileRecords:
         move: Callable[[int, Tensor, Tensor], int | None],
         move_run: Callable[[int, memoryview, int], None],
         *,
-        ask: bool,
+        edges: bool,
     ) -> None:
         """Move rows by the compiled loop `move`, and what it leaves by calls of our own, which say what is wrong."""
         n, step = rows.numel(), self._shape[1]
         windows = [(begin, min(n, begin + _AHEAD)) for begin in range(0, n, _AHEAD)]
         for i, (begin, end) in enumerate(windows):
-            if ask:
-                for first, last in windows[i : i + 2] if i == 0 else windows[i + 1 : i + 2]:
-                    ask_file_rows(file, rows[first:last], step)
+            for first, last in windows[i : i + 2] if i == 0 else windows[i + 1 : i + 2]:
+                ask_file_rows(file, rows[first:last], step, edges=edges)
             while begin < end:
                 moved = move(file, rows[begin:end], records[begin:end])
                 begin += moved or 0

@@ -50,11 +50,15 @@ class RamOverFile:
         if not missed.numel():
             take_rows(self._memory.records, places, out)
             return
+        if not found.numel():
+            self._below.read(rows, out)
+            self._keep(rows, out, dirty=False)
+            return
         records = torch.empty((missed.numel(), self._shape[1]), dtype=torch.uint8, device="cpu")
         wanted = rows[missed]
         self._below.read(wanted, records)
         put_rows(out, missed, records)
-        put_rows(out, found, self._taken(places[found]))
+        put_rows(out, found, _taken(self._memory.records, places[found]))
         self._keep(wanted, records, dirty=False)
 
     def write(self, rows: Tensor, records: Tensor) -> None:
@@ -66,9 +70,10 @@ class RamOverFile:
             self._dirty[places] = True
             return
         if found.numel():
-            put_rows(self._memory.records, places[found], records[found])
+            put_rows(self._memory.records, places[found], _taken(records, found))
             self._dirty[places[found]] = True
-        self._keep(rows[missed], records[missed], dirty=True)
+            rows, records = rows[missed], _taken(records, missed)
+        self._keep(rows, records, dirty=True)
 
     def flush(self) -> None:
         """Write below what is in memory alone."""
@@ -78,7 +83,7 @@ class RamOverFile:
         places = torch.nonzero(self._dirty)[:, 0][order]
         most = max(1, _PIECE // self._shape[1])
         for some_rows, some in zip(torch.split(rows, most), torch.split(places, most), strict=True):
-            self._below.write(some_rows, self._taken(some))
+            self._below.write(some_rows, _taken(self._memory.records, some))
             self._dirty[some] = False
             self.saves += some.numel()
 
@@ -139,13 +144,8 @@ class RamOverFile:
         changed = places[self._dirty[places]]
         if changed.numel():
             rows, order = self._row_of[changed].sort()
-            self._below.write(rows, self._taken(changed[order]))
+            self._below.write(rows, _taken(self._memory.records, changed[order]))
             self.saves += changed.numel()
-
-    def _taken(self, places: Tensor) -> Tensor:
-        records = torch.empty((places.numel(), self._shape[1]), dtype=torch.uint8, device="cpu")
-        take_rows(self._memory.records, places, records)
-        return records
 
     def _touch(self, places: Tensor) -> None:
         if not places.numel():
@@ -172,3 +172,9 @@ class RamOverFile:
             taken.append(alive[:n])
             n -= taken[-1].numel()
         return torch.cat(taken)
+
+
+def _taken(source: Tensor, rows: Tensor) -> Tensor:
+    records = torch.empty((rows.numel(), source.shape[1]), dtype=torch.uint8, device="cpu")
+    take_rows(source, rows, records)
+    return records

@@ -1,6 +1,8 @@
 """What caches would do with a trace: the decisions of `Residency`, the cache that runs, over no storage.
 
-Hits, misses, saves and stalls are those of a run whose batches come in the trace's order, equal to the last row.
+Hits, misses, saves and stalls are those of a run whose batches come in the trace's order, equal to the last row. Tables
+are simulated one by one: where a prefetch finds no room in one table of a group, a run has those of the others wait for
+it, and their slots are held a little longer than here.
 
 Letters: U distinct rows of a batch.
 """

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class Turns:
@@ -73,6 +74,13 @@ class Turns:
             self._depth -= 1
             if not self._depth:
                 self._last, self._last_on = here.record_event(), here
+
+    def keep(self, *tensors: Tensor) -> None:
+        """Have tensors of the device that another stream made outlive what the current one does with them."""
+        if self._has_streams:
+            here = torch.get_device_module(self._device).current_stream(self._device)
+            for tensor in tensors:
+                tensor.record_stream(here)
 
     def synchronize(self) -> None:
         """Wait for all work on the device: what lies in memory may then move to other memory."""

@@ -110,6 +110,7 @@ def page(run: Run) -> str:
         *_charts(run),
         *_plan(run),
         *_tables(run.health),
+        *_caches(run.result),
         *_int8(run.result),
         *_next(run.steps),
         *_settings(run),
@@ -254,7 +255,6 @@ def _tables(health: Sequence[TableHealth]) -> list[str]:
             for head, cell in zip(heads, cells, strict=True)
         )
         lines.append(f'<tr><th scope="row">{escape(table.feature)}</th>{tagged}</tr>')
-    titles = "".join(f'<th scope="col" class="n">{escape(head)}</th>' for head in heads)
     return [
         "<h2>How the tables fared</h2>",
         soft(
@@ -262,9 +262,33 @@ def _tables(health: Sequence[TableHealth]) -> list[str]:
             " they decide the load of a rank. Norms are Euclidean; the error is what int8 changes of a row, as a part"
             " of its norm."
         ),
-        f'<table class="wide"><thead><tr><th scope="col">table</th>{titles}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table>",
+        _wide(heads, lines),
     ]
+
+
+def _caches(result: dict[str, Any]) -> list[str]:
+    """What `--tier` did on rank 0; nothing without it."""
+    heads = ("below", "rows", "slots", "rows wanted", "of them on the device", "bytes moved", "stalls", "times grown")
+    lines = []
+    for table, numbers in result.get("caches", {}).items():
+        cells = [
+            numbers["below"], *(f"{numbers[name]:,}" for name in ("rows", "slots", "wanted")),
+            _share(numbers["hit_rate"]), *(f"{numbers[name]:,}" for name in ("bytes_moved", "stalls", "grown")),
+        ]  # fmt: skip
+        tagged = "".join(
+            f'<td class="n" data-of="{escape(head)}">{cell}</td>' for head, cell in zip(heads, cells, strict=True)
+        )
+        lines.append(f'<tr><th scope="row">{escape(table.removeprefix("t_"))}</th>{tagged}</tr>')
+    explained = "Rows that have no slot on the device lie below it, and come before a batch looks them up. Of rank 0."
+    return ["<h2>Rows below the device</h2>", soft(explained), _wide(heads, lines)] if lines else []
+
+
+def _wide(heads: Sequence[str], lines: Sequence[str]) -> str:
+    titles = "".join(f'<th scope="col" class="n">{escape(head)}</th>' for head in heads)
+    return (
+        f'<table class="wide"><thead><tr><th scope="col">table</th>{titles}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table>"
+    )
 
 
 def _share(value: float, look: str = "") -> str:

@@ -127,8 +127,10 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None, t
     }
     if isinstance(source, Clicks):
         result["ceiling_auc"] = source.bayes_auc()
-    cached = caches(cache_metrics(model))
-    terminal.say("\n".join(["", *epochs_table(epochs, chosen), *cached, "", *closing(result)]))
+    metrics = cache_metrics(model)
+    if metrics:
+        result["caches"] = {name: {"below": table.below, **table.as_dict()} for name, table in metrics.items()}
+    terminal.say("\n".join(["", *epochs_table(epochs, chosen), *caches(metrics), "", *closing(result)]))
     if args.export is not None:
         terminal.say(f"exported to {args.export}: shardwise.inference.load_program loads it")
     if source.skipped:

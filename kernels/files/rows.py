@@ -28,11 +28,14 @@ def write_file_rows(file: int, rows: Tensor, records: Tensor) -> int | None:
     return None if loops is None else int(loops.write_file_rows(file, *_addresses(rows, records)))
 
 
-def ask_file_rows(file: int, rows: Tensor, record_bytes: int) -> None:
-    """Have the disk begin to read rows into the page cache, all at once; where it cannot be asked, nothing happens."""
+def ask_file_rows(file: int, rows: Tensor, record_bytes: int, *, edges: bool = False) -> None:
+    """Have the disk begin to read rows into the page cache, all at once; where it cannot be asked, nothing happens.
+
+    With `edges` only pages of which rows have a part, which the system reads when they are written.
+    """
     loops = _loops()
     if loops is not None and hasattr(os, "posix_fadvise"):
-        loops.ask_file_rows(file, rows.data_ptr(), rows.shape[0], record_bytes)
+        loops.ask_file_rows(file, rows.data_ptr(), rows.shape[0], record_bytes, int(edges))
 
 
 def _loops() -> Any:

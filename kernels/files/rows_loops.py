@@ -21,6 +21,8 @@ _posix_fadvise = types.ExternalFunction("posix_fadvise", int32(int32, int64, int
 
 # POSIX_FADV_WILLNEED of Linux, and of FreeBSD
 _WILL_NEED = 3
+# bytes of the smallest page
+_PAGE = 1 << 12
 # bytes that are moved at once: Linux moves less than 2 GiB
 _MOST = 1 << 30
 
@@ -60,12 +62,20 @@ def write_file_rows(file: int, rows: int, n: int, records: int, step: int) -> in
     return begin
 
 
-@compiled(int64(*[int64] * 4))
-def ask_file_rows(file: int, rows: int, n: int, step: int) -> int:
-    """Have reads of all these rows begin; a page that is there already costs a look. Gives n."""
+@compiled(int64(*[int64] * 5))
+def ask_file_rows(file: int, rows: int, n: int, step: int, edges: int) -> int:
+    """Have reads of all these rows begin, or with `edges` of the pages that a run has a part of; a page that is there
+    already costs a look. Gives n."""
     row, most, begin = i8(rows, n), max(1, _MOST // step), 0
     while begin < n:
         end = _run(row, begin, n, most)
-        _posix_fadvise(int32(file), row[begin] * step, (end - begin) * step, int32(_WILL_NEED))
+        first, last = row[begin] * step, (row[begin] + end - begin) * step
+        if not edges:
+            _posix_fadvise(int32(file), first, last - first, int32(_WILL_NEED))
+        else:
+            if first % _PAGE:
+                _posix_fadvise(int32(file), first, 1, int32(_WILL_NEED))
+            if last % _PAGE and (first % _PAGE == 0 or last // _PAGE > first // _PAGE):
+                _posix_fadvise(int32(file), last - 1, 1, int32(_WILL_NEED))
         begin = end
     return begin

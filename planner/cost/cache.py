@@ -5,10 +5,11 @@ Per step, for a shard of w columns and R rows with s of them on the device, U ro
 records of rec bytes (row and states, padded), links in GB/s:
 
     device      s (w e + q + SLOT) + R ROW       below     R rec in host memory, or on disk
-    prefetch    M(s) rec / link_gb_s + U find_ns     (a file: max(M rec / disk_gb_s, M / iops) more)
+    prefetch    M(s) rec / link_gb_s + U find_ns     (a file: max(F max(rec, 4096) / disk_gb_s, F / iops) more)
 
-Rows come and go at once, in both directions of the link, and of a cache that is full as many go as come. A shard of a
-part of the rows has that part of the slots, of the rows wanted and of the misses; column shards miss alike.
+F are the misses of a cache of as many rows as are in host memory before a file. Rows come and go at once, in both
+directions of the link, and of a cache that is full as many go as come. A shard of a part of the rows has that part of
+the slots, of the rows wanted and of the misses; column shards miss alike.
 
 Curves are convex and piecewise linear: memory is bought in pieces, each worth less than the one before. So the best use
 of some memory is to buy the piece that saves most per byte, next (`share_slots`), and what that leaves to be gained by
@@ -37,7 +38,7 @@ from .draws import blocks, seen
 
 # bytes beside a row on the device (which row it is, leases, score, key), and of each row of the table (its slot)
 SLOT_BYTES, ROW_BYTES = 26, 4
-_PAD, _ALIGN = 64, 16
+_PAD, _ALIGN, _PAGE = 64, 16, 4096
 
 
 @dataclass(frozen=True)
@@ -183,10 +184,11 @@ class Links:
     disk_iops: float = 5e5
     find_ns: float = 5.0
 
-    def prefetch_ms(self, misses: float, wanted: float, record: int, *, on_disk: bool = False) -> float:
-        """Milliseconds to bring a step's missing rows of `record` bytes."""
+    def prefetch_ms(self, misses: float, wanted: float, record: int, *, from_disk: float = 0.0) -> float:
+        """Milliseconds to bring a step's missing rows of `record` bytes, so many of them from a disk."""
         link = misses * record / self.link_gb_s * 1e-6
-        disk = max(misses * record / self.disk_gb_s * 1e-6, misses / self.disk_iops * 1e3) if on_disk else 0.0
+        # a disk reads pages
+        disk = max(from_disk * max(record, _PAGE) / self.disk_gb_s * 1e-6, from_disk / self.disk_iops * 1e3)
         return link + disk + wanted * self.find_ns * 1e-6
 
 

@@ -252,8 +252,10 @@ class ShardwiseCost:
                 kept = np.array(in_ram, np.int64)
             below[block] = kept * record
             wanted, misses = curve.wanted * share, curve.misses_at(slots) * share
+            before = max(slots, Tier.rows_of(tier.ram_rows, table.num_embeddings) or 0)
+            from_disk = curve.misses_at(before) * share * on_disk
             parts[PARTS.index("prefetch"), block] = [
-                links.prefetch_ms(m, w, record, on_disk=on_disk) for m, w in zip(misses, wanted, strict=True)
+                links.prefetch_ms(m, w, record, from_disk=f) for m, w, f in zip(misses, wanted, from_disk, strict=True)
             ]
         on_host = self.topology.compute_device == "cpu"
         hbm, ddr = (np.zeros_like(held), held + below) if on_host else (held, below)

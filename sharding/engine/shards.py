@@ -167,9 +167,11 @@ class LocalShards:
         for g in self._asked[step.update]:
             group, part, (ids, offsets, factors) = groups[g], self.parts[g], self._inputs(step, g)
             try:
-                slots, lease = prefetched.get(g) or self._with_room(
-                    group, partial(self._resolve, step, g, group, ids, offsets)
-                )
+                there = prefetched.get(g)
+                if there is None:
+                    resolve = partial(self._resolve, step, g, group, ids, offsets)
+                    there = self._with_room(group, resolve) if self._prefetched else resolve()
+                slots, lease = there
             except (NoFreeSlots, TooManyRows) as error:
                 self.note_lack(step, error)
                 if not part.is_replica:

@@ -133,7 +133,10 @@ class Feed(Generic[In]):
                 batch, context = load(iterator)
                 if self.stream is not None:
                     copied = self.stream.record_event()
-            told = [[_ENDED if batch is None else _WAITS * self._would_wait(iterator)]] * exchange.world_size
+            # an iterator that does not count the batches that it has now is taken to have some
+            at_hand = getattr(iterator, "at_hand", None)
+            waits = at_hand is not None and not at_hand()
+            told = [[_ENDED if batch is None else _WAITS * waits]] * exchange.world_size
         except StopIteration:
             told = [[_ENDED]] * exchange.world_size
         except Exception as error:
@@ -165,11 +168,6 @@ class Feed(Generic[In]):
                 " all ranks the same number of batches",
                 stacklevel=3,
             )
-
-    def _would_wait(self, iterator: Iterator[In]) -> bool:
-        """Whether an iterator that counts the batches that it has now has none; others are taken to have some."""
-        at_hand = getattr(iterator, "at_hand", None)
-        return at_hand is not None and not at_hand()
 
     def drop(self, fetched: Fetched[In]) -> None:
         """Let a batch go that will not be used."""

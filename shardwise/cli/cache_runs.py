@@ -278,10 +278,7 @@ def _run(each: _Range, asked: Asked, links: Links) -> CacheRun:
     counted = done.after(asked.skip)
     batches = max(1, len(counted.by_batch))
     record = each.record_bytes
-    times = [
-        links.prefetch_ms(max(missed, saved), wanted, record, on_disk=each.on_disk)
-        for wanted, missed, saved in counted.by_batch
-    ]
+    times = _times(counted.by_batch, record, each.on_disk, links)
     curve, lru, best = _curve(each, done.slots)
     return CacheRun(
         each.table.name, each.begin, each.end, max(s.cols[1] - s.cols[0] for s in each.shards),
@@ -289,6 +286,12 @@ def _run(each: _Range, asked: Asked, links: Links) -> CacheRun:
         counted.misses, done.fresh, counted.saves, done.stalls, (counted.misses + counted.saves) * record,
         (sum(times) / batches, max(times, default=0.0)), lru, best, curve,
     )  # fmt: skip
+
+
+def _times(batches: Iterable[tuple[int, int, int]], record: int, on_disk: bool, links: Links) -> list[float]:
+    """Milliseconds to bring the rows of each batch, of which there are wanted, missed and saved ones."""
+    moved = [(max(missed, saved), wanted) for wanted, missed, saved in batches]
+    return [links.prefetch_ms(rows, wanted, record, from_disk=rows * on_disk) for rows, wanted in moved]
 
 
 def _curve(each: _Range, slots: int) -> tuple[HitCurve, int | None, int | None]:
@@ -318,10 +321,7 @@ def _ranks(
     by_rank: dict[int, list[float]] = {}
     for each, run in zip(ranges, runs, strict=True):
         moved = each.simulation.counts.by_batch[asked.skip :]
-        times = [
-            links.prefetch_ms(max(missed, saved), wanted, run.record_bytes, on_disk=each.on_disk)
-            for wanted, missed, saved in moved
-        ]
+        times = _times(moved, run.record_bytes, each.on_disk, links)
         for rank in run.ranks:
             before = by_rank.get(rank, [0.0] * len(times))
             by_rank[rank] = [a + b for a, b in zip(before, times, strict=True)]

@@ -32,7 +32,7 @@ SAID = {
     "export": range(4, 5),
     "fbgemm": range(100, 1000),
     "jagged": range(61, 1000),
-    "pipelines": range(11, 12),
+    "pipelines": range(12, 13),
     "planner": range(12, 1000),
     "reliability": range(1, 1000),
     "sharding": range(16, 1000),
@@ -57,6 +57,9 @@ LOOKUPS = {
         "ids_pass",
     ),
     *("use_configs", "quantized_sequence_lookup", "quantize_pooled", "dequantize_pooled"),
+    # of rows below the device
+    *("RecordLayout", "ReuseStack", "initial_rows", "lowest", "move_rows", "record_layout"),
+    *("ask_file_rows", "read_file_rows", "write_file_rows"),
 }
 
 

@@ -65,6 +65,22 @@ def test_the_whole_plan_is_for_this_run_s_batches(capsys: pytest.CaptureFixture[
 CLICKS = ("--epochs", "2", "--steps", "30", "--batch-size", "256", "--dim", "8")
 
 
+def test_rows_in_a_file_change_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    where = ("--tier", "file", "--tier-folder", str(tmp_path / "rows"), "--pipeline", "prefetch")
+    page = tmp_path / "run.html"
+    tiered = train(*CLICKS, *where, "--metrics", str(metrics), "--log-every", "10", "--page", str(page))
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"rows below the device, on rank 0:\n  user: [\d,]+ slots of 20,000 rows over file, hit rate", printed
+    )
+    rates = [line["hit_rate"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
+    assert len(rates) == 6 and min(rates) > 0 and max(rates) <= 1
+    assert "Rows below the device" in page.read_text()
+    assert {cache["below"] for cache in tiered["caches"].values()} == {"file"}
+    assert measured(tiered) == measured(train(*CLICKS))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "lr"), [("sgd", "0.5"), ("adagrad", "0.05"), ("rowwise_adagrad", "0.05"), ("adam", "0.01")]
 )

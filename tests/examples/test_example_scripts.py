@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 from checkout import ROOT, run_python, without_gloo
@@ -42,6 +43,19 @@ def test_rows_lie_in_a_store_of_ones_own() -> None:
         assert lines.pop(0) == "lmdb is not installed: rows lie in a dict"
     assert lines[0].startswith("1000 of 5000 rows on the device; read ")
     assert lines[1:] == ["same bits as with all rows on the device: True"]
+
+
+@pytest.mark.parametrize("below", ["ram", "file"])
+def test_a_table_eight_times_the_device_trains_to_the_same_bits(below: str, tmp_path: Path) -> None:
+    file = ("--file", str(tmp_path)) if below == "file" else ()
+    lines = run_script("examples/tiers.py", "--steps", "24", *file).splitlines()
+    assert lines[0] == f"item: 10.6 MB, the device has room for 1.3 MB of it: 10000 slots over {below}"
+    metrics = next(line for line in lines if line.startswith("item: 10,000 slots of 80,000 rows over"))
+    regret = next(line for line in lines if line.startswith("item: regret"))
+    assert 0 < float(re.findall(r"hit rate ([\d.]+)%", metrics)[0]) < 100 and 0 <= float(regret[13:].split("%")[0]) < 20
+    scores = re.findall(r"loss (\S+) -> (\S+), test AUC (\S+)", "\n".join(lines))
+    assert len(scores) == 2 and scores[0] == scores[1]
+    assert [line.split(":")[1] for line in lines[-3:]] == [" True"] * 3 and all("to the bit" in x for x in lines[-3:])
 
 
 def test_a_canary_says_what_it_needs() -> None:

@@ -78,7 +78,7 @@ def record_rates(folder: Path, nbytes: int, size: int, calls: int, turns: int) -
 
     for _ in range(turns):
         measure("read, cold", records.read, cold=True)
-        with patch.object(files, "ask_file_rows", lambda *args: None):
+        with patch.object(files, "ask_file_rows", lambda *args, **kwargs: None):
             measure("read, cold, not asked ahead", records.read, cold=True)
         measure("read, warm", records.read, cold=False)
         measure("write, cold", records.write, cold=True)

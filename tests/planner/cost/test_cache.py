@@ -103,8 +103,9 @@ def test_bytes_of_a_record_are_those_of_the_store() -> None:
 def test_a_file_is_as_slow_as_its_link_and_its_disk() -> None:
     links = Links(link_gb_s=10, disk_gb_s=1, disk_iops=1e6, find_ns=0)
     assert links.prefetch_ms(1000, 5000, 512) == pytest.approx(0.0512)
-    assert links.prefetch_ms(1000, 5000, 512, on_disk=True) == pytest.approx(0.0512 + 1.0)
-    assert links.prefetch_ms(1000, 5000, 4096, on_disk=True) == pytest.approx(0.4096 + 4.096)
+    assert links.prefetch_ms(1000, 5000, 512, from_disk=500) == pytest.approx(0.0512 + 500 * 4096 / 1e6)
+    assert Links(10, 1, 1e5, 0).prefetch_ms(0, 0, 512, from_disk=1000) == pytest.approx(10.0)
+    assert links.prefetch_ms(1000, 5000, 4096, from_disk=1000) == pytest.approx(0.4096 + 4.096)
 
 
 def demands_of(seed: int, tables: int = 12) -> tuple[list[Demand], float]:

@@ -1,7 +1,12 @@
-"""Checkpoints and state dicts of tables with a tier: those of tables on the device, into and out of any tier."""
+"""Checkpoints and state dicts of tables with a tier: those of tables on the device, into and out of any tier.
+
+Takes most of a minute: each claim trains and saves two models on up to four processes, in files that are seen onto the
+disk.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +88,58 @@ def test_a_checkpoint_loads_into_any_tier_plan_and_number_of_ranks(before: int, 
         kinds = ("none", "ram", "file") if strategy == "column_wise" else ("none", "ram")
         results = [run_ranks(after, load_into, tmp_path, below, strategy)[0] for below in kinds]
         assert all(result == results[0] for result in results)
+
+
+class OwnRecords:
+    """A backing of a user's: a dict of rows."""
+
+    def __init__(self, table: str, rows: int, record_bytes: int) -> None:
+        assert table.startswith("t") and rows > 0
+        self._rows: dict[int, Tensor] = {}
+        self._bytes = record_bytes
+
+    def read(self, rows: Tensor, out: Tensor) -> None:
+        for place, row in enumerate(rows.tolist()):
+            out[place] = self._rows.get(row, torch.zeros(self._bytes, dtype=torch.uint8))
+
+    def write(self, rows: Tensor, records: Tensor) -> None:
+        for row, record in zip(rows.tolist(), records.clone(), strict=True):
+            self._rows[row] = record
+
+    def grow(self, rows: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._rows.clear()
+
+
+def any_mix(folder: Path, seed: int, optimizer: str) -> int:
+    """Random plans, dtypes and rules: the same files, which load into either; a rank may have no rows."""
+    mix = replace(mixes.mix_of(seed, pooled=seed % 2 == 0), settings=())
+    cached = with_tier(mix, Tier(2, OwnRecords if seed % 3 == 0 else "ram", max_slots=1.0))
+    models = [mixes.shard(one, mixes.build(one, optimizer), mixes.environment()) for one in (mix, cached)]
+    with small_chunks():
+        for step in range(2):
+            for name, one, model in zip(("whole", "cached"), (mix, cached), models, strict=True):
+                mixes.train(one, model, mixes.batches_of_rank(one, range(2 * step, 2 * step + 2)), False)
+                checkpoint.save(folder / f"{seed}-{name}", model, step=step)
+            dist.barrier()
+            assert bytes_of(folder / f"{seed}-whole") == bytes_of(folder / f"{seed}-cached")
+        # the states of two steps before, crosswise
+        checkpoint.load(folder / f"{seed}-cached" / "step-000000000000", models[0])
+        checkpoint.load(folder / f"{seed}-whole" / "step-000000000000", models[1])
+    expect_equal(*models)
+    outputs = [mixes.train(mix, model, mixes.batches_of_rank(mix, range(4, 6)), False).outputs for model in models]
+    for mine, theirs in zip(*outputs, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+    expect_equal(*models)
+    return misses(models[1])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_any_plan_rule_and_dtype_has_the_files_of_tables_on_the_device(world: int, tmp_path: Path) -> None:
+    for seed in range(world, world + 6, 2):
+        assert sum(run_ranks(world, any_mix, tmp_path, seed, list(mixes.RULES)[seed])) > 0
 
 
 def state_dicts(folder: Path, below: str) -> None:

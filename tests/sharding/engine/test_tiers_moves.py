@@ -1,4 +1,7 @@
-"""Tables with tiers go over to other plans and tiers, are moved, copied and pickled, and begin without being stored."""
+"""Tables with tiers go over to other plans and tiers, are moved, copied and pickled, and begin without being stored.
+
+Takes half a minute: each claim trains models on up to four processes.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ import torch
 import torch.distributed as dist
 from ranks import error_of, run_ranks
 from tier_mixes import expect_equal, held_of, misses, small_chunks, with_tier
+from torch import nn
 
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, ShardingEnv, apply_optimizer_in_backward, checkpoint
 from shardwise.embeddings.tiers import CachedRows
 from shardwise.planner.layout import TableOptions, Tier
+from shardwise.sharding.dmp.unwrap import copy_to_device, sharded_model_copy
 from shardwise.sharding.engine.tiers import UniformRows
 
 pytestmark = pytest.mark.ranks
@@ -341,3 +346,38 @@ def test_a_group_without_an_optimizer_of_the_same_kind_gets_weights_alone() -> N
         assert isinstance(target.store, CachedRows)
         target.copy_from(place, group, number)
     assert mixes.same_tensors(held_of(cached)[0], held_of(other)[0])
+
+
+def test_a_parameter_in_the_place_of_one_with_a_tier_gives_it_its_rows() -> None:
+    mix, model = one_process(RAM)
+    rows = torch.randn(23, 8, generator=torch.Generator().manual_seed(1))
+    states = held_of(model)[1]
+    child = model.embedding_bags["t1"]
+    child.weight = nn.Parameter(rows.clone())
+    outputs(mix, model, range(3, 4))
+    # what was looked up was updated: the rest of the rows are those that were given
+    weights, after = held_of(model)
+    found = weights["t1|0:23|0:8"]
+    touched = (found != rows).any(1)
+    assert 0 < int(touched.sum()) < 23
+    assert not torch.equal(states["t1|0:23|0:8/momentum1"], after["t1|0:23|0:8/momentum1"])
+    assert torch.equal(states["t1|0:23|0:8/momentum1"][~touched], after["t1|0:23|0:8/momentum1"][~touched])
+    assert bool(child.weight.isnan().all()) and child.weight is model.parameter("t1")
+
+
+def copied_over_ranks(folder: Path) -> str:
+    mix = with_tier(mix_by(("row_wise", "column_wise", "data_parallel"), (None,) * 3), Tier(3, max_slots=1.0))
+    model = mixes.shard(mix, mixes.build(mix, "adam"), mixes.environment())
+    train(mix, model, range(2))
+    with sharded_model_copy("cpu"):
+        other = copy.deepcopy(model)
+    expect_equal(model, other)
+    for mine, theirs in zip(train(mix, model, range(2, 4)), train(mix, other, range(2, 4)), strict=True):
+        assert all(map(torch.equal, mine, theirs))
+    expect_equal(model, other)
+    return error_of(copy_to_device, model, torch.device("cpu"), torch.device("cpu"))
+
+
+def test_copies_over_ranks_have_rows_of_their_own_and_cannot_share_them(tmp_path: Path) -> None:
+    for said in run_ranks(2, copied_over_ranks, tmp_path):
+        assert said.startswith("TypeError: tables ['t") and "have tiers: two models cannot share the rows" in said

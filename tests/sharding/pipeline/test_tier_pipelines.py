@@ -60,16 +60,16 @@ def watch_slots(model: Any) -> Callable[[], list[list[int]]]:
     most = [[1] * len(store.specs) for store in stores_of(model)]
 
     def watched(store: CachedRows, own: list[int]) -> None:
-        want = store.residency.want
+        hold = store.residency._hold
 
-        def wanted(*args: Any) -> Any:
-            lease = want(*args)
+        def holding(*args: Any) -> Any:
+            lease = hold(*args)
             for t, span in enumerate(store.residency.tables):
                 held = store.residency.held[span.first_slot : span.first_slot + span.slots]
                 own[t] = max(own[t], int((held > 0).sum()))
             return lease
 
-        store.residency.want = wanted  # type: ignore[method-assign]
+        store.residency._hold = holding  # type: ignore[method-assign]
 
     for store, own in zip(stores_of(model), most, strict=True):
         watched(store, own)

@@ -146,7 +146,7 @@ def watched(device: Device) -> Iterator[None]:
         patches.enter_context(patch.object(cached_rows, "move_rows", moving))
         patches.enter_context(patch.object(TableGroup, "look_up", looking))
         patches.enter_context(patch.object(TableGroup, "update", updating))
-        for name in ("want", "release", "announce", "withdraw"):
+        for name in ("want_ids", "release", "announce_ids", "withdraw"):
             patches.enter_context(patch.object(Residency, name, knowing(name)))
         patches.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         yield
@@ -188,7 +188,13 @@ def trained(below: str, folder: str, ordered: bool) -> tuple[list[str], set[tupl
 def test_rows_come_on_their_own_stream_in_an_order_with_lookups_and_updates(below: str, tmp_path: Path) -> None:
     ((races, done),) = run_ranks(1, trained, below, str(tmp_path), True)
     assert not races
-    assert {("want", "rows"), ("announce", "rows"), ("save", "rows"), ("look up", "main"), ("update", "main")} <= done
+    assert {
+        ("want_ids", "rows"),
+        ("announce_ids", "rows"),
+        ("save", "rows"),
+        ("look up", "main"),
+        ("update", "main"),
+    } <= done
     # what a thread reads is put into its slots where it is looked up
     assert ("load", "rows" if below == "ram" else "main") in done
 

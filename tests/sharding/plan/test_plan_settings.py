@@ -45,7 +45,7 @@ from shardwise.embeddings.optim.fbgemm_types import (
     MultiPassPrefetchConfig,
     SparseType,
 )
-from shardwise.planner.layout import Shard, Tier
+from shardwise.planner.layout import Shard, TableOptions, Tier
 from shardwise.sharding import CacheParams, column_wise, data_parallel, row_wise, table_wise
 from shardwise.sharding.comms.qcomms import CommType, QCommsConfig, get_qcomm_codecs_registry
 from shardwise.sharding.modules.fused_params import SETTINGS, settings_from
@@ -440,7 +440,7 @@ def test_parts_of_a_caches_settings_without_effect_are_named() -> None:
         sharded(collection(), {"a": said}, {})
 
 
-def test_reserved_memory_is_left_on_a_gpu_by_the_slots_of_its_caches() -> None:
+def test_reserved_memory_is_left_on_a_gpu_by_the_slots_of_its_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has a whole table of 1000 rows of 16 bytes and the cache of another, rank 1 a cache alone."""
     shards = [Shard("on", 0, (0, 1000), (0, 4)), Shard("a", 0, (0, 500), (0, 4)), Shard("a", 1, (500, 1000), (0, 4))]
     tiers = {"on": None, "a": Tier(0.5, max_slots=1.0)}
@@ -453,6 +453,14 @@ def test_reserved_memory_is_left_on_a_gpu_by_the_slots_of_its_caches() -> None:
     assert within_memory(tiers, {"a": 1000}, shards, row, 19_000)["a"] == Tier(250, max_slots=1.0)
     assert within_memory(tiers, {"a": 1000}, shards, row, 16_000)["a"] == Tier(1, max_slots=1.0)
     assert within_memory(tiers, {}, shards, row, 16_000) == tiers
+    # a GPU of 19,000 bytes; rows have 8 numbers and no states, and half of 12 are in slots
+    sharder, module = EmbeddingBagCollectionSharder({"cache_reserved_memory": 18_900.0}), collection()
+    place = construct_module_sharding_plan(module, PLACES, world_size=1, local_size=1, device_type="cpu")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 19_000))
+    options, held = {"a": TableOptions(tier=Tier(0.5, max_slots=1.0))}, [Shard("a", 0, (0, ROWS), (0, DIM))]
+    rows: dict[str, Any] = {"a": module.embedding_bags["a"].weight}
+    fitted = sharder._fitted(place, held, options, rows, torch.device("cuda"))
+    assert fitted["a"].tier == Tier(100 // (DIM * 4), max_slots=1.0)
     said = {"compute_kernel": "fused_uvm_caching", "cache_params": CacheParams(reserved_memory=100.0)}
     with pytest.warns(
         UserWarning, match="cache_params.reserved_memory of tables 'a' has no effect: a cpu has no memory"
