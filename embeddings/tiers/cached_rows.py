@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import move_rows
-from shardwise.kernels.rows.residency import Lookups
+from shardwise.kernels.rows import Lookups
 
 from .backing import Backing, HostRecords
 from .curves import TraceCurves

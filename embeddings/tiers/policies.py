@@ -14,8 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from shardwise.kernels.rows.residency import Scoring
-from shardwise.kernels.rows.residency_numbers import AGED_LFU, LFU, LRU, UNIT
+from shardwise.kernels.rows import AGED_LFU, LFU, LRU, UNIT, Scoring
 
 Policy: TypeAlias = Callable[[Tensor, int], Tensor]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.kernels.rows.move_rows import layout_of
+from shardwise.kernels.rows import layout_of
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.kernels.rows import residency as steps
-from shardwise.kernels.rows.residency import Found, Lookups, Scratch, SlotTables, Victims
-from shardwise.kernels.rows.residency_numbers import BELOW, EMPTY_KEYS, FRESH, NEXT_USES, SCORES
+from shardwise.kernels import rows as steps
+from shardwise.kernels.rows import (
+    BELOW,
+    EMPTY_KEYS,
+    FRESH,
+    NEXT_USES,
+    SCORES,
+    Found,
+    Lookups,
+    Scratch,
+    SlotTables,
+    Victims,
+)
 
 from .policies import Policy, scoring_of
 

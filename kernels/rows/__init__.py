@@ -1,1 +1,53 @@
 """Where rows lie that do not all fit the device: moves between slots and records, victims, first values, recency."""
+
+from .move_rows import layout_of
+from .residency import (
+    Found,
+    Lookups,
+    Scoring,
+    Scratch,
+    SlotTables,
+    Victims,
+    distinct_rows,
+    expect,
+    find_ids,
+    find_rows,
+    forget,
+    key_of,
+    link,
+    place,
+    release,
+    take,
+    use,
+)
+from .residency_numbers import AGED_LFU, BELOW, EMPTY_KEYS, FRESH, LFU, LRU, NEXT_USES, SCORES, UNIT
+
+__all__ = [
+    "AGED_LFU",
+    "BELOW",
+    "EMPTY_KEYS",
+    "FRESH",
+    "LFU",
+    "LRU",
+    "NEXT_USES",
+    "SCORES",
+    "UNIT",
+    "Found",
+    "Lookups",
+    "Scoring",
+    "Scratch",
+    "SlotTables",
+    "Victims",
+    "distinct_rows",
+    "expect",
+    "find_ids",
+    "find_rows",
+    "forget",
+    "key_of",
+    "layout_of",
+    "link",
+    "place",
+    "release",
+    "take",
+    "use",
+]

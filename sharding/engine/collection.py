@@ -41,14 +41,13 @@ from ..comms.host_exchange import HostExchange
 from ..comms.qcomms import codecs_of
 from ..compiled.registry import name_for_graphs
 from ..compiled.step import OneOp, step_in_graph
-from .dedup import dedup_ids
 from .flags import LACKS_SLOTS, fault_error, fault_of, flag_of
 from .fully_sharded import FullyShardedShards
 from .fused_optimizer import ShardedFusedOptimizer
 from .id_map import IdMap, id_ranges, pack_mapped
 from .late_weights import finish_weights
 from .reshard import reshard
-from .route import Sending, divide_ahead, raise_with_sizes, route
+from .route import Sending, dedup_ids, divide_ahead, raise_with_sizes, route
 from .routes import Routes, Table, plan_routes
 from .settings import output_dtypes
 from .shards import LocalShards

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 from shardwise.embeddings.tables.grouped import places_of
+from shardwise.embeddings.tables.variable_batch import select_rows
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged._segments import Beside
 from shardwise.kernels import (
     BoundsCheckMode,
     block_bucketize,
     complete_cumsum,
+    jagged_unique,
     permute_segments,
     raise_from_guard,
 )
@@ -429,3 +431,22 @@ def _divide_cuts(step: Step, routes: Routes, segments: Segments, lenient: bool, 
         [*counts[:whole], *division.sizes],
     )  # fmt: skip
     return divided if sending.order is None else divided.picked(sending.order)
+
+
+def dedup_ids(padded: KeyedJaggedTensor, sending: Sending) -> tuple[KeyedJaggedTensor, Tensor]:
+    """The keys of a batch that are looked up, with each id once a key, as one bag; and where each id lies there."""
+    picked = padded if sending.all_used else padded.permute(list(sending.used))
+    ids = picked.values()[: sum(picked.length_per_key())]
+    ends = torch.tensor(picked.offset_per_key(), device="cpu").to(ids.device)
+    unique = jagged_unique(ids, ends, list(sending.rows))
+    return KeyedJaggedTensor(picked.keys(), unique.ids, lengths=unique.lengths), unique.inverse
+
+
+def expand_rows(step: Step, key: str, rows: Tensor) -> Tensor:
+    """The row of each id of `key`, from the rows [u, dim] of its distinct ids. Differentiable, in a fixed order."""
+    if step.inverse is None:
+        return rows
+    keys = step.routed.keys()
+    sizes, number = dict(zip(step.padded.keys(), step.padded.length_per_key(), strict=True)), keys.index(key)
+    begin = sum(sizes[name] for name in keys[:number])
+    return select_rows(rows, step.inverse[begin : begin + sizes[key]] - step.routed.offset_per_key()[number])

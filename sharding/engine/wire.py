@@ -20,6 +20,7 @@ import abc
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, repeat
 from operator import add, mul, sub
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -584,3 +585,17 @@ def _pool_in_order(step: Step, routes: Routes, cut: int, rows: Tensor) -> Tensor
         rows.flatten(), torch.arange(n, device=rows.device), complete_cumsum(lengths.long()), weights, features, [dim],
         flatten_segments([Segment(dim, 0, n, 0)]), "mean" if table.mean else "sum",
     )  # fmt: skip
+
+
+class CutGradient(torch.autograd.Function):
+    """A tensor as it is, whose gradient is cut to +-`most`; `checked` as for `cut_gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, most: float, checked: bool) -> Tensor:
+        ctx.most, ctx.checked = most, checked
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        (grad,) = grad_outputs
+        return cut_gradient(grad.float(), ctx.most, checked=ctx.checked).to(grad.dtype), None, None

@@ -31,10 +31,11 @@ from ..comms.awaitable import LazyAwaitable, W
 from ..comms.env import ShardingEnv
 from ..compiled.step import Batch
 from ..engine.collection import ShardedCollection
-from ..engine.dedup import CutGradient, expand_rows
 from ..engine.reshard import reshard_by_plan
+from ..engine.route import expand_rows
 from ..engine.settings import cast_sums
 from ..engine.step import Step
+from ..engine.wire import CutGradient
 from ..plan.plan import ParameterSharding
 
 # says what each rank holds of a pooled collection, at level INFO

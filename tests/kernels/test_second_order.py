@@ -58,7 +58,7 @@ from shardwise.kernels import (
     unpack_segments,
 )
 from shardwise.sharding import EmbeddingBagCollectionSharder, construct_module_sharding_plan, table_wise
-from shardwise.sharding.engine.dedup import CutGradient
+from shardwise.sharding.engine.wire import CutGradient
 from shardwise.sharding.torchrec.async_collective import copies
 from shardwise.sharding.torchrec.comm_ops import alltoall_pooled
 from shardwise.sharding.torchrec.grouped_lookup import CommOpGradientScaling
