@@ -3,8 +3,8 @@
 The table is made on meta: a row has its first values when it is first wanted, and nothing is written at the start. A
 process of its own under the limit trains it, rowwise Adagrad on 128 columns, three ways:
 
-- filling: batches of neighbouring rows until all were wanted, so that all of the file is written;
-- random rows of the whole table, of which the page cache holds none: it is dropped every few steps, off the clock;
+- filling: batches of neighbouring rows until all were wanted (`--fill-gib`), so that the file is written;
+- random rows of those, of which the page cache holds none: it is dropped every few steps, off the clock;
 - the same batches again and again, whose rows stay in their slots: what a step takes without a disk.
 
 Random rows are trained by a plain loop, whose step is compute and disk one after the other, and by
@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ RESULT = ROOT / "perf" / "results" / "tier_larger.json"
 DIM, RECORD_BYTES = 128, 576
 BATCH, POOLED, FILLED_AT_ONCE, SLOTS = 1024, 4, 65_536, 262_144
 # steps between drops of the page cache
-DROPPED_EVERY, LAYERS = 10, 1024
+DROPPED_EVERY, STEPS_A_TURN, LAYERS = 10, 20, 1024
 COLD_BOUND, OVERLAP_BOUND = 0.7, 1.1
 
 
@@ -81,16 +82,17 @@ class Model(nn.Module):
 class Run:
     """Training in the process under the limit."""
 
-    def __init__(self, rows: int, folder: Path) -> None:
-        self.rows = rows
+    def __init__(self, rows: int, filled: int, folder: Path) -> None:
+        # those that were wanted once
+        self.filled = filled
         tier = Tier(SLOTS, "file", str(folder))
         self.model = tiered(Model(rows), {"item": tier}, device="cpu")
         self.dense = torch.optim.SGD(self.model.get_submodule("over").parameters(), lr=0.01)
 
     def fill(self) -> dict[str, float]:
-        """Have all rows written: what does not fit into the slots goes to the file."""
+        """Have these rows written: what does not fit into the slots goes to the file."""
         begin = time.monotonic()
-        for rows in torch.arange(self.rows).split(FILLED_AT_ONCE):
+        for rows in torch.arange(self.filled).split(FILLED_AT_ONCE):
             # one bag: the layers have next to nothing to do
             self._train(batch_of(rows, 1))
         saves = cache_metrics(self.model)["item"].saves
@@ -140,7 +142,7 @@ def batch_of(ids: Tensor, samples: int) -> KeyedJaggedTensor:
 
 
 def random_batches(rows: int, seed: int) -> Iterator[KeyedJaggedTensor]:
-    """Any rows of the table, all alike: a cache has next to none of them."""
+    """Any of so many rows, all alike: a cache has next to none of them."""
     draw = torch.Generator().manual_seed(seed)
     while True:
         yield batch_of(torch.randint(0, rows, (BATCH * POOLED,), generator=draw), BATCH)
@@ -152,7 +154,7 @@ def cold_rate(run: Run, reads: int) -> float:
     (below,) = store.below
     rates = []
     for seed in range(3):
-        rows = torch.randint(0, run.rows, (reads,), generator=torch.Generator().manual_seed(seed)).unique()
+        rows = torch.randint(0, run.filled, (reads,), generator=torch.Generator().manual_seed(seed)).unique()
         out = torch.zeros(rows.numel(), RECORD_BYTES, dtype=torch.uint8)
         run._drop()
         begin = time.perf_counter()
@@ -166,13 +168,19 @@ def child(given: argparse.Namespace) -> None:
     if given.limit_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (given.limit_bytes, given.limit_bytes))
     torch.set_num_threads(1)
-    run = Run(given.rows, given.folder)
+    run = Run(given.rows, given.filled, given.folder)
     result: dict[str, Any] = {"start": memory_gib()}
-    same = next(random_batches(given.rows, 0))
+    same = next(random_batches(given.filled, 0))
     result["fill"] = run.fill()
-    result["hits"] = run.steps(given.steps // 4, iter(lambda: same, None), prefetch=0)
-    result["plain"] = run.steps(given.steps // 2, random_batches(given.rows, 1), prefetch=0)
-    result["prefetch"] = run.steps(given.steps, random_batches(given.rows, 2), prefetch=2)
+    # in turns, as other jobs of the machine come and go
+    rounds: dict[str, list[dict[str, float]]] = {"hits": [], "plain": [], "prefetch": []}
+    for turn in range(max(1, given.steps // STEPS_A_TURN)):
+        rounds["hits"].append(run.steps(STEPS_A_TURN // 4, repeat(same), prefetch=0))
+        rounds["plain"].append(run.steps(STEPS_A_TURN // 2, random_batches(given.filled, 2 * turn), prefetch=0))
+        ahead = islice(random_batches(given.filled, 2 * turn + 1), STEPS_A_TURN)
+        rounds["prefetch"].append(run.steps(STEPS_A_TURN, ahead, prefetch=2))
+    for what, turns in rounds.items():
+        result[what] = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
     result["cold_rows_a_second"] = cold_rate(run, 16_384)
     result["end"] = memory_gib()
     given.out.write_text(json.dumps(result))
@@ -200,6 +208,7 @@ def in_cgroup(parent: Path, limit_bytes: int, command: list[str]) -> int:
 
 OPTIONS: Options = {
     "--gib": {"type": float, "default": 16.0, "help": "of the table's records (default 16)"},
+    "--fill-gib": {"type": float, "help": "of these that are written before (default: all)"},
     "--limit-gib": {"type": float, "default": 2.0, "help": "of memory (default 2)"},
     "--steps": {"type": int, "default": 200, "help": "with prefetch (default 200)"},
     "--folder": {"type": Path, "help": "of the file, on the disk that is meant (default: the system's for such files)"},
@@ -214,6 +223,7 @@ def run(options: argparse.Namespace) -> Report:
         out = Path(folder, "out.json")
         command = [
             *(sys.executable, "-m", "shardwise.perf.evidence.tiers.larger", "--rows", str(rows)),
+            *("--filled", str(min(rows, int((options.fill_gib or options.gib) * 2**30) // RECORD_BYTES))),
             *("--steps", str(options.steps), "--folder", f"{folder}/rows", "--out", str(out)),
             *("--limit-bytes", "0" if options.cgroup else str(limit)),
         ]
@@ -226,7 +236,8 @@ def run(options: argparse.Namespace) -> Report:
     section = section_of(result, options, how)
     report = report_of([section])
     if options.write:
-        kept = {"versions": versions(), "limit": how, "gib": options.gib, "limit_gib": options.limit_gib, **result}
+        asked = {"gib": options.gib, "fill_gib": options.fill_gib, "limit_gib": options.limit_gib}
+        kept = {"versions": versions(), "limit": how, **asked, **result}
         RESULT.write_text(json.dumps({**kept, "table": section.lines, "bad": section.bad}, indent=1) + "\n")
     return report
 
@@ -263,6 +274,13 @@ def section_of(result: dict[str, Any], options: argparse.Namespace, how: str) ->
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="The process under the limit.")
-    for name, kind in (("rows", int), ("steps", int), ("limit-bytes", int), ("folder", Path), ("out", Path)):
+    for name, kind in (
+        ("rows", int),
+        ("filled", int),
+        ("steps", int),
+        ("limit-bytes", int),
+        ("folder", Path),
+        ("out", Path),
+    ):
         parser.add_argument(f"--{name}", type=kind, required=True)
     child(parser.parse_args())
