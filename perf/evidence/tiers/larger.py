@@ -92,7 +92,7 @@ class Run:
     def fill(self) -> dict[str, float]:
         """Have these rows written: what does not fit into the slots goes to the file."""
         begin = time.monotonic()
-        for rows in torch.arange(self.filled).split(FILLED_AT_ONCE):
+        for rows in torch.split(torch.arange(self.filled), FILLED_AT_ONCE):
             # one bag: the layers have next to nothing to do
             self._train(batch_of(rows, 1))
         saves = cache_metrics(self.model)["item"].saves
@@ -152,9 +152,10 @@ def cold_rate(run: Run, reads: int) -> float:
     """Rows a second that come from the file alone, one thread, none of them in the page cache."""
     (store,) = run.model.get_submodule("tables").cached_stores()  # type: ignore[operator]
     (below,) = store.below
-    rates = []
+    rates: list[float] = []
     for seed in range(3):
-        rows = torch.randint(0, run.filled, (reads,), generator=torch.Generator().manual_seed(seed)).unique()
+        drawn = torch.randint(0, run.filled, (reads,), generator=torch.Generator().manual_seed(seed))
+        rows: Tensor = torch.unique(drawn)
         out = torch.zeros(rows.numel(), RECORD_BYTES, dtype=torch.uint8)
         run._drop()
         begin = time.perf_counter()

@@ -62,6 +62,7 @@ def option() -> Any:
 # by module and class: how to make one
 MADE: dict[str, dict[str, Callable[[], Any]]] = {
     "sharding": {
+        "Tier": lambda: sharding.Tier(0.1, max_slots=0.5),
         "TorchCompileConfig": lambda: sharding.TorchCompileConfig(fullgraph=True, backend="eager", compile_on_iter=1),
         "CacheParams": lambda: sharding.CacheParams(load_factor=0.25),
         "DefaultDataParallelWrapper": lambda: sharding.DefaultDataParallelWrapper(allreduce_comm_precision="bf16"),
@@ -92,6 +93,7 @@ MADE: dict[str, dict[str, Callable[[], Any]]] = {
         },
     },
     "planner": {
+        "Tier": lambda: planner.Tier(slots=100, policy="lru"),
         "CustomTopologyData": lambda: planner.CustomTopologyData({"hbm_cap": [1, 2]}, 2),
         "EmbeddingEnumerator": lambda: planner.EmbeddingEnumerator(topology(), 4),
         "EmbeddingOffloadStats": lambda: planner.EmbeddingOffloadStats(0.5, 10, [1, 2], 4),
