@@ -13,16 +13,10 @@ from typing import Any
 
 from shardwise._names import did_you_mean
 from shardwise.embeddings.config import DataType
-from shardwise.planner.layout import (
-    CAPABILITIES,
-    SERVED_SETTINGS,
-    TRAINED_SETTINGS,
-    Tier,
-    check_settings,
-)
 
 from .errors import PlannerError, PlannerErrorType
 from .hashes import hash_sha256_to_int, text_of
+from .layout import CAPABILITIES, SERVED_SETTINGS, TRAINED_SETTINGS, Tier, check_settings
 from .tables import Feature, Skew, Table
 from .tiers import idle_settings
 

@@ -10,17 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardwise.planner.layout import (
-    CAPABILITIES,
-    MIN_COLUMNS,
-    SERVING,
-    TIERED_KERNELS,
-    Tier,
-    split_rows,
-)
-
 from ..constraints import ParameterConstraints
 from ..errors import PlannerError, PlannerErrorType
+from ..layout import CAPABILITIES, MIN_COLUMNS, SERVING, TIERED_KERNELS, Tier, split_rows
 from ..tables import Table, state_bytes
 from ..tiers import RowBytes, settings_of, tier_of
 from ..topology import Topology

@@ -255,7 +255,7 @@ class ShardedCollection(OneOp, WritableTables):
                 )
             routes, facts = self._plan(tables, shards)
             given = zip(tables, module._configs, params, strict=True)
-            lazy = [table.name for table, *rest in given if table.options.tier is not None and is_lazy(*rest)]
+            lazy = [t.name for t, config, param in given if t.options.tier is not None and is_lazy(config, param)]
             facts = {**facts, "tables whose rows are made when they are needed": str(lazy)}
             return (routes, marks), {**facts, **facts_of_replicas(tables, shards, device)}
 
@@ -615,7 +615,7 @@ class ShardedCollection(OneOp, WritableTables):
                 memo[id(param)] = nn.Parameter(param.detach()[:], requires_grad=param.requires_grad)
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        copied.__setstate__(copy.deepcopy(vars(self), memo))
         return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedCollection:

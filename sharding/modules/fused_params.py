@@ -107,7 +107,7 @@ SETTINGS = (
 
 
 # a location of tables -> the compute kernel of those that say "fused"
-_KERNELS = dict(zip(BELOW_DEVICE, ("fused_uvm", "fused_uvm_caching"), strict=True))
+_KERNELS: dict[str, str] = dict(zip(BELOW_DEVICE, ("fused_uvm", "fused_uvm_caching"), strict=True))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from shardwise.errors import REFUSALS
 from shardwise.planner.errors import PlannerError, PlannerErrorType
-from shardwise.planner.tiers import without_functions
 
+from ...planner.tiers import without_functions
 from ..comms.consensus import ErrorCodec, ErrorKind, value_or_error
 from ..comms.env import get_local_size
 from ..comms.exchange import Exchange

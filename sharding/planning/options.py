@@ -103,6 +103,7 @@ def to_sharding_plan(sharding_options: Sequence[ShardingOption], topology: Topol
     plan: dict[str, EmbeddingModuleShardingPlan] = {}
     for option in sharding_options:
         ranks: list[Any] = [shard.rank for shard in option.shards]
+        tier: Any = option.tier
         cuts = [
             ShardMetadata(list(shard.offset), list(shard.size), placement(device, rank, local))
             for shard, rank in zip(option.shards, ranks, strict=True)
@@ -121,7 +122,7 @@ def to_sharding_plan(sharding_options: Sequence[ShardingOption], topology: Topol
             option.bounds_check_mode,
             option.output_dtype,
             option.key_value_params,
-            tier=option.tier,
+            tier=tier,
         )
     return ShardingPlan(plan, world_size=topology.world_size, local_world_size=local)
 

@@ -181,7 +181,7 @@ class EmbeddingPlannerBase(ABC):
         for of_module in plan.plan.values():
             for name, sharding in of_module.items():
                 # what does not travel as text, and every rank was given
-                constraint = constraint_of(self._constraints or {}, name) or ParameterConstraints()
+                constraint: Any = constraint_of(self._constraints or {}, name) or ParameterConstraints()
                 sharding.cache_params, sharding.key_value_params = constraint.cache_params, constraint.key_value_params
                 if (tier := sharding.tier) is not None and constraint.tier is not None:
                     chosen = {what: getattr(tier, what) for what in ("slots", "max_slots", "ram_rows")}
