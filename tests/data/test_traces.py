@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -139,7 +139,7 @@ def test_an_archive_with_a_wrong_part_is_refused(tmp_path: Path, member: str, da
     write(path, batches(5))
     rewritten(path, member, data)
     with pytest.raises(ValueError, match=text) as caught:
-        [*Trace(path)]
+        list(Trace(path))
     assert str(path) in str(caught.value)
 
 
@@ -150,7 +150,7 @@ def test_rows_that_leave_their_table_are_refused(tmp_path: Path) -> None:
     header = {"format": "shardwise.trace", "version": 1, "tables": [{"name": "t", "rows": 40, "dim": 8}]}
     rewritten(path, "header.json", json.dumps(header).encode())
     with pytest.raises(ValueError, match="row 49 is none of its 40"):
-        [*Trace(path)]
+        list(Trace(path))
 
 
 def test_other_suffixes_and_no_tables_are_refused(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def kjts(count: int) -> Iterator[KeyedJaggedTensor]:
 
 
 @pytest.mark.parametrize("wrap", [lambda kjt: kjt, lambda kjt: (3, kjt), lambda kjt: {"sparse": [kjt]}])
-def test_ids_of_all_features_of_a_table_are_its_rows(path: Path, wrap: object) -> None:
+def test_ids_of_all_features_of_a_table_are_its_rows(path: Path, wrap: Callable[[KeyedJaggedTensor], object]) -> None:
     trace = record_trace((wrap(kjt) for kjt in kjts(4)), model(), path)
     assert [(batch.samples, batch.rows["t"].tolist(), batch.ids["t"]) for batch in trace] == [
         (2, [n, n + 1], 3) for n in range(4)

@@ -145,14 +145,14 @@ class History:
         self.random = rng = random.Random(seed)
         self.jump = jump
         rows = [rng.randint(1, 12) for _ in range(rng.randint(1, 3))]
-        policy, score_of = policy or POLICIES[seed % len(POLICIES)]
+        rule, score_of = policy or POLICIES[seed % len(POLICIES)]
         self.model = Model(rows, [rng.randint(1, n) for n in rows], score_of)
         self.first_row = [sum(rows[:t]) for t in range(len(rows))]
         spans, first = [], 0
         for t, count in enumerate(self.model.slots):
             spans.append(Span(f"t{t}", self.first_row[t], rows[t], first, count))
             first += count
-        self.residency = Residency(spans, policy)
+        self.residency = Residency(spans, rule)
         self.residency.batch = self.model.batch = first_batch
         self.lookups = self._lookups()
         if rng.random() < 0.5:

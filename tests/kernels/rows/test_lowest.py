@@ -52,8 +52,8 @@ def test_a_sort_of_lists_picks_the_same(where: torch.device, top: int) -> None:
     generator = random.Random(top)
     for _ in range(1 if where.type == "cuda" else 3):
         *tensors, capacity = inputs(generator, [generator.randint(0, 9) for _ in range(3)], top, 0.3)
-        got = lowest(*[tensor.to(where) for tensor in tensors], capacity)
-        assert got.tolist() == sorted_first(*tensors, capacity)
+        got = lowest(*[tensor.to(where) for tensor in tensors], capacity=capacity)
+        assert got.tolist() == sorted_first(*tensors, capacity=capacity)
         assert got.dtype == torch.int64
 
 
@@ -107,8 +107,8 @@ def test_tables_of_several_chunks_are_picked_from_in_order(where: torch.device) 
     generator = random.Random(5)
     for top in (3, 1 << 20):
         *tensors, capacity = inputs(generator, [150, 3, 70], top, 0.2)
-        got = lowest(*[tensor.to(where) for tensor in tensors], capacity)
-        assert got.tolist() == sorted_first(*tensors, capacity)
+        got = lowest(*[tensor.to(where) for tensor in tensors], capacity=capacity)
+        assert got.tolist() == sorted_first(*tensors, capacity=capacity)
 
 
 @pytest.mark.parametrize("device", UPDATES)

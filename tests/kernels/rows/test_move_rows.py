@@ -125,7 +125,7 @@ def test_parts_lie_where_vectors_can_reach_them() -> None:
 
 def test_bad_numbers_move_nothing_on_a_cpu() -> None:
     for place, name, count in ((2, "slots", 9), (3, "saves", 30), (4, "loads", 30)):
-        given = [*inputs(CASES[1], torch.device("cpu"))]
+        given: list[Any] = [*inputs(CASES[1], torch.device("cpu"))]
         before = [given[1].clone(), *(part.clone() for part in bytes_of(given[0]))]
         given[place] = given[place].clone()
         given[place][0] = count

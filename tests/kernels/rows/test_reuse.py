@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from shardwise.kernels import ReuseStack, _op, numba_loops
 
 
 @pytest.fixture(params=["numba", "torch"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Both ways to count."""
     if request.param == "torch":
         monkeypatch.setattr(_op, "NUMBA", False)

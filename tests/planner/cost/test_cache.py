@@ -28,7 +28,7 @@ def random_curve(generator: np.random.Generator, rows: int) -> MissCurve:
     slots = np.unique(np.concatenate([[rows // 50 + 1], generator.integers(rows // 50 + 2, rows, 12), [rows]]))
     misses = np.sort(generator.random(len(slots)))[::-1] * rows / 20
     misses[-1] = 0
-    return MissCurve.of_points(slots, misses, misses, rows / 20, "drawn")
+    return MissCurve.of_points(slots.tolist(), misses.tolist(), misses.tolist(), rows / 20, "drawn")
 
 
 def test_a_curve_is_the_lower_hull_of_its_points() -> None:
@@ -41,7 +41,7 @@ def test_a_curve_is_the_lower_hull_of_its_points() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_hulls_lie_below_all_points_and_are_convex(seed: int) -> None:
     generator = np.random.default_rng(seed)
-    slots, misses = np.arange(1, 60), np.sort(generator.random(59))[::-1]
+    slots, misses = range(1, 60), np.sort(generator.random(59))[::-1].tolist()
     curve = MissCurve.of_points(slots, misses, misses, 1, "drawn")
     assert all(curve.misses_at(s) <= m + 1e-12 for s, m in zip(slots, misses, strict=True))
     falls = np.diff(curve.misses) / np.diff(curve.slots)

@@ -83,7 +83,7 @@ def test_what_the_table_lists_trains(kind: str, kernel: str, pooled: bool) -> No
     if kernel in TIERED_KERNELS:
         # of replicas nobody else says it
         apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
-    made = require_sharder(module).shard(module, _plan(module, kind, kernel), ShardingEnv.from_local(1, 0))
+    made: Any = require_sharder(module).shard(module, _plan(module, kind, kernel), ShardingEnv.from_local(1, 0))
     before = _rows(made)
     embeddings = made(KeyedJaggedTensor(["f"], torch.tensor([3, 4, 3]), lengths=torch.tensor([2, 1])))
     out = embeddings.values() if pooled else dict(embeddings)["f"].values()

@@ -229,9 +229,9 @@ def test_a_model_is_planned_with_slots_that_its_table_then_has() -> None:
     rules = {"a": ParameterConstraints(tier=Tier(half_life=9), skew=Skew(1.1))}
     planner = EmbeddingShardingPlanner(topology=topology, batch_size=256, constraints=rules)
     plan = planner.plan(model, get_default_sharders())
-    tier = plan.plan["0"]["a"].tier
+    tier: Any = plan.plan["0"]["a"].tier
     assert tier == Tier(slots=tier.slots, max_slots=1.0, half_life=9) and 1000 < tier.slots <= 500_000
-    assert plan.plan["0"]["b"].tier is None
+    assert plan.plan["0"]["b"].tier is None and planner.last_plan is not None
     cached = [choice.cached for _, choice, _ in planner.last_plan.placed() if choice.cached is not None]
     assert [each.slots for each in cached] == [tier.slots]
 

@@ -170,6 +170,7 @@ def failing_save(folder: Path) -> tuple[str, list[str]]:
     mixes.train(mix, model, mixes.batches_of_rank(mix, range(2)), False)
     checkpoint.save(folder / "steps", model, step=1)
     before = held_of(model)
+    below: Any = None
     if dist.get_rank() == 1:
         below = model._tables.stores()[0].below[0]
         read, calls = below.read, iter(range(100))

@@ -118,7 +118,7 @@ def test_replicas_are_averaged_row_by_row(states: bool) -> None:
 
 
 def first_of_replicas(folder: Path) -> tuple[dict[str, Tensor], int]:
-    model = replicated(RAM, meta=True)
+    model: Any = replicated(RAM, meta=True)
     stored = sum(int((store.residency.slot_of != -2).sum()) for store in model.module.ebc._tables.stores())
     return checkpoint.full_state_dict(model), stored
 
@@ -251,7 +251,7 @@ def plans_of_models(folder: Path) -> None:
     """`DistributedModelParallel.reshard` by plans: a kernel without a tier has all rows on the device."""
     world = dist.get_world_size()
     model, other = Net(), Net()
-    cached = DistributedModelParallel(model, plan=plan_of(model, world, RAM))
+    cached: Any = DistributedModelParallel(model, plan=plan_of(model, world, RAM))
     whole = DistributedModelParallel(other, plan=plan_of(other, world, None))
     for step, tier in enumerate((None, Tier(4, "file", str(folder), max_slots=1.0), replace(RAM, policy="lru"))):
         for dmp in (cached, whole):

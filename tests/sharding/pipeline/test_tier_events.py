@@ -41,7 +41,7 @@ from shardwise.sharding.pipeline import (
 )
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
-AHEAD = {"ahead": 6, "prefetch": 3}
+AHEAD: dict[str, Any] = {"ahead": 6, "prefetch": 3}
 Script = Callable[[Any], list[Any]]
 
 

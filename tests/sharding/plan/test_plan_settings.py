@@ -304,7 +304,7 @@ OBEYED = (
     *("max_norm", "output_dtype", "bounds_check_mode", "weights_precision", "location"),
 )
 # setting of caches -> what it makes of a table of the kernel key_value with 12 rows of 8 fp32 numbers, trained by SGD
-CACHES: dict[str, tuple[Any, dict[str, Any]]] = {
+CACHES: dict[str, tuple[Any, dict[str, Any] | None]] = {
     "cache_algorithm": (CacheAlgorithm.LFU, {"policy": "lfu"}),
     "cache_load_factor": (0.5, {"slots": 0.5}),
     "cache_sets": (1, {"slots": 12}),

@@ -111,7 +111,7 @@ def run(module: Any, plan: ShardingPlan | None) -> tuple[list[Tensor], dict[str,
     """Outputs of each step and all rows at the end, and the model."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*has no effect")
-        model = DistributedModelParallel(module, env(), torch.device("cpu"), plan, init_data_parallel=False)
+        model: Any = DistributedModelParallel(module, env(), torch.device("cpu"), plan, init_data_parallel=False)
     outputs = []
     for features in batches():
         values = values_of(model(features))
