@@ -11,7 +11,6 @@ from `routed_ahead`.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from shardwise.embeddings import GradientCheckMode, NoFreeSlots
+from shardwise.embeddings import GradientCheckMode
 from shardwise.embeddings.collections.collection import require_features
 from shardwise.embeddings.tables.id_check import mark_bad_ids
 from shardwise.embeddings.tables.lookup_autograd import warn_of_eval
 from shardwise.embeddings.tables.variable_batch import pad_strides, require_full_batch
-from shardwise.embeddings.tiers import CachedRows, TooManyRows, metrics_of
 from shardwise.jagged import KeyedJaggedTensor
 from shardwise.jagged.tracing import record_forward
 from shardwise.kernels._op import in_graph, no_second_derivative, runs_kernel
@@ -55,7 +53,7 @@ from .stages import StepContext
 from .state import States, publish_weights, take_over, take_weights, weight_holders
 from .step import IDS_RECEIVED, IDS_SENT, LOOKED_UP, Step
 from .tables import Collection, LocalTables, Mark, Stores, facts_of_replicas, tables_of
-from .tiers import is_lazy, require_tiers
+from .tiers import TieredTables, facts_of_tiers, require_tiers
 from .wire import (
     PooledWire,
     Receiving,
@@ -180,7 +178,7 @@ def leave_backward_untraced() -> None:
         setattr(ExchangedLookup, "backward", staticmethod(disable(ExchangedLookup.backward)))  # noqa: B010
 
 
-class ShardedCollection(OneOp, WritableTables):
+class ShardedCollection(TieredTables, OneOp, WritableTables):
     """The engine: holds this rank's tables, and answers a batch together with the other ranks.
 
     Parameters keep the names of the unsharded module; a table of another rank is an empty parameter.
@@ -241,12 +239,9 @@ class ShardedCollection(OneOp, WritableTables):
                     f"tables {dense}: what trains by its gradient has all rows on the device, no row store"
                 )
             params = module._own_parameters()
-            trained_outside = [
-                table.name
-                for table, mark, param in zip(tables, marks, params, strict=True)
-                if mark is None and param.requires_grad
-            ]
-            require_tiers(tables, trained_outside, device, fully_sharded=self._replicas is not None)
+            pairs = zip(tables, marks, params, strict=True)
+            outside = [table.name for table, mark, param in pairs if mark is None and param.requires_grad]
+            require_tiers(tables, outside, device, fully_sharded=self._replicas is not None)
             if self._replicas is not None and (stores is not None or mapped):
                 raise ValueError(
                     "sharding_strategy FULLY_SHARDED: tables whose rows are in a row store or found by an id map cannot"
@@ -254,10 +249,8 @@ class ShardedCollection(OneOp, WritableTables):
                     " DMPCollectionConfig"
                 )
             routes, facts = self._plan(tables, shards)
-            given = zip(tables, module._configs, params, strict=True)
-            lazy = [t.name for t, config, param in given if t.options.tier is not None and is_lazy(config, param)]
-            facts = {**facts, "tables whose rows are made when they are needed": str(lazy)}
-            return (routes, marks), {**facts, **facts_of_replicas(tables, shards, device)}
+            of_tiers = facts_of_tiers(tables, module._configs, params)
+            return (routes, marks), {**facts, **of_tiers, **facts_of_replicas(tables, shards, device)}
 
         (routes, marks), number = agree(self._exchange, device, plan)
         local_tables = LocalTables(routes, env.rank, device, self._policy, stores)
@@ -344,14 +337,6 @@ class ShardedCollection(OneOp, WritableTables):
         """Collectives called so far."""
         beside = [exchange for exchange in (self._local, self._replicas) if exchange is not None]
         return self._exchange.calls + sum(exchange.calls for exchange in beside)
-
-    def cached_stores(self) -> list[CachedRows]:
-        """Of this rank's tables that have a `Tier`, by groups of tables."""
-        return [group.store for group in self._tables.all_groups() if isinstance(group.store, CachedRows)]
-
-    def extra_repr(self) -> str:
-        """A line for each table of which rows of this rank lie below the device."""
-        return "\n".join(f"{table}: {metrics}" for table, metrics in metrics_of(self.cached_stores()).items())
 
     def name_exchanges(self, path: str) -> None:
         """Have a failure in an exchange name this collection by its path in the model."""
@@ -499,21 +484,6 @@ class ShardedCollection(OneOp, WritableTables):
             step.mapped = self._exchange.numbers(rows, step.returned_from, step.returned_to)
         step.phase = IDS_RECEIVED
 
-    def prefetch(
-        self, dist_input: Step, forward_stream: torch.Stream | None = None, ctx: StepContext | None = None
-    ) -> bool:
-        """Bring the rows that the batch asks for into the slots of their stores, before the lookup.
-
-        Updates of the batches before may still come: rows are read by the lookup. False where a store has no room as
-        long as the leases of those batches last; a later call, or the lookup, asks once more. On CUDA it may run on a
-        stream of its own, that of the lookup being `forward_stream`.
-        """
-        return self.shards.prefetch(dist_input, forward_stream)
-
-    def announce(self, dist_input: Step) -> None:
-        """Tell row stores that the batch will come, after those of which they were told before."""
-        self.shards.announce(dist_input)
-
     def look_up(self, step: Step, *, all_tables: bool = False) -> None:
         """Find the rows that were asked for and send them off; `finish` takes them. Nothing the second time.
 
@@ -543,14 +513,6 @@ class ShardedCollection(OneOp, WritableTables):
             step.row_sizes = wire.row_sizes(step)
             step.rows = self._exchange.rows(sent, sizes, step.row_sizes, codec=wire.codec, flag=flag)
         step.phase = LOOKED_UP
-
-    def _look_up_replicas(self, step: Step) -> None:
-        """Rows of this rank's own batch in tables that every rank holds and trains in its backward."""
-        try:
-            with torch.no_grad():
-                step.replicated_rows = self.shards.look_up_replicated(step, dense=False)
-        except (NoFreeSlots, TooManyRows) as error:
-            self.shards.note_lack(step, error)
 
     def output_dist(self, ctx: StepContext, output: Step) -> LazyAwaitable[Any]:
         """The result of a batch, which waits for other ranks when it is used."""
@@ -607,16 +569,6 @@ class ShardedCollection(OneOp, WritableTables):
             return {}
         with torch.set_grad_enabled(step.update and torch.is_grad_enabled()):
             return self.shards.look_up_replicated(step, dense=True)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedCollection:
-        for name, param in self._tables.parameters.items():
-            if self.shards.is_away(name) and not self.shards.fully_sharded and id(param) not in memo:
-                # as they are: a copy of NaNs that are one number in memory would be as large as the table
-                memo[id(param)] = nn.Parameter(param.detach()[:], requires_grad=param.requires_grad)
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(vars(self), memo))
-        return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedCollection:
         take_over(self)

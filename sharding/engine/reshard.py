@@ -92,7 +92,13 @@ def reshard_by_plan(
                 else collection.states.shards[name]
             )
         ]
-        return shards, {name: _options_of(tables[name], placement) for name, placement in changes.items()}
+        options = {}
+        for name, placement in changes.items():
+            table = tables[name]
+            rule = None if table.optimizer is None else table.optimizer.rule
+            tier = asked_tier(placement, table.rows, table.dim, table.dtype, rule=rule)
+            options[name] = replace(options_of(placement), tier=tier)
+        return shards, options
 
     _go_over(collection, chosen, resplit)
 
@@ -195,13 +201,6 @@ def _go_over(
     collection.fused_optimizer.follow_plan(collection.shards, collection.states)
     for store in stores:
         store.close()
-
-
-def _options_of(table: Table, sharding: ParameterSharding) -> TableOptions:
-    """What a plan says of a table."""
-    rule = None if table.optimizer is None else table.optimizer.rule
-    tier = asked_tier(sharding, table.rows, table.dim, table.dtype, rule=rule)
-    return replace(options_of(sharding), tier=tier)
 
 
 def _options(table: Table, changed: TableOptions | None) -> TableOptions:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.embeddings import TableGroup
 from shardwise.embeddings.tables.table_layout import blank
 from shardwise.embeddings.tiers import RowPart, parts_of
 from shardwise.errors import RefusedStateError
@@ -119,7 +118,11 @@ class States:
 
     def states(self, name: str) -> dict[str, Value]:
         """A table's optimizer states by TorchRec's names; none of a table without rows on this rank."""
-        of_shards = [_states_of(group, number) for _, group, number in self.homes(name)]
+        of_shards: list[dict[str, Numbers]] = []
+        for _, group, number in self.homes(name):
+            numbers = iter(parts_of(group, number)[1:])
+            views = group.state_views(number).items()
+            of_shards.append({key: view if key == "step" else next(numbers) for key, view in views})
         keys = of_shards[0] if of_shards else ()
         return {key: self._state(name, key, [views[key] for views in of_shards]) for key in keys}
 
@@ -147,13 +150,6 @@ class States:
             (max(begins.values()) + table.rows,), tuple(map(of_rows, weight.pieces)), local, first.dtype, weight.device,
             replicated, table.rows, alike,
         )  # fmt: skip
-
-
-def _states_of(group: TableGroup, number: int) -> dict[str, Numbers]:
-    """A table's optimizer states by TorchRec's names."""
-    views = group.state_views(number)
-    numbers = iter(parts_of(group, number)[1:])
-    return {name: view if name == "step" else next(numbers) for name, view in views.items()}
 
 
 def overlap(a: Box, b: Box) -> Box | None:

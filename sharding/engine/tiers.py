@@ -1,17 +1,18 @@
-"""Tables of a plan of which some rows lie below the device: what their store is made of."""
+"""Tables of a plan of which some rows lie below the device: what their store is made of, and what collections do."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.embeddings import BaseEmbeddingConfig, TableShape
+from shardwise.embeddings import BaseEmbeddingConfig, NoFreeSlots, TableShape
 from shardwise.embeddings.tiers import (
     Backing,
     CachedRows,
@@ -19,6 +20,8 @@ from shardwise.embeddings.tiers import (
     FileRecords,
     HostRecords,
     RamOverFile,
+    TooManyRows,
+    metrics_of,
     policy_named,
 )
 from shardwise.kernels import initial_rows
@@ -26,6 +29,12 @@ from shardwise.kernels import initial_rows
 from ...planner.layout import Shard, Tier
 from ..comms.exchange import Exchange
 from .routes import Table
+from .stages import StagedModule, StepContext
+from .step import Step
+
+if TYPE_CHECKING:
+    from .shards import LocalShards
+    from .tables import LocalTables
 
 # files of this process so far
 _files = count()
@@ -100,6 +109,15 @@ def require_tiers(
             f"tables {tiered}: rows below a device cannot be on meta: shard the module on the device where it trains;"
             " its own tables may be on meta"
         )
+
+
+def facts_of_tiers(
+    tables: Sequence[Table], configs: Sequence[BaseEmbeddingConfig], params: Sequence[nn.Parameter]
+) -> dict[str, str]:
+    """What ranks must share of tables with a tier."""
+    given = zip(tables, configs, params, strict=True)
+    lazy = [t.name for t, config, param in given if t.options.tier is not None and is_lazy(config, param)]
+    return {"tables whose rows are made when they are needed": str(lazy)}
 
 
 @dataclass(frozen=True)
@@ -183,3 +201,51 @@ def share_first_rows(store: CachedRows, number: int, exchange: Exchange) -> None
         rows = store.read(number, begin, end)[0].contiguous().to(store.residency.device)
         exchange.broadcast(rows)
         store.write(number, begin, [rows, *[None] * (len(store.layouts[number].widths) - 1)])
+
+
+class TieredTables(StagedModule[Step]):
+    """What a sharded collection has for tables whose rows come and go."""
+
+    shards: LocalShards
+    _tables: LocalTables
+
+    def cached_stores(self) -> list[CachedRows]:
+        """Of this rank's tables that have a `Tier`, by groups of tables."""
+        return [group.store for group in self._tables.all_groups() if isinstance(group.store, CachedRows)]
+
+    def extra_repr(self) -> str:
+        """A line for each table of which rows of this rank lie below the device."""
+        return "\n".join(f"{table}: {metrics}" for table, metrics in metrics_of(self.cached_stores()).items())
+
+    def prefetch(
+        self, dist_input: Step, forward_stream: torch.Stream | None = None, ctx: StepContext | None = None
+    ) -> bool:
+        """Bring the rows that the batch asks for into the slots of their stores, before the lookup.
+
+        Updates of the batches before may still come: rows are read by the lookup. False where a store has no room as
+        long as the leases of those batches last; a later call, or the lookup, asks once more. On CUDA it may run on a
+        stream of its own, that of the lookup being `forward_stream`.
+        """
+        return self.shards.prefetch(dist_input, forward_stream)
+
+    def announce(self, dist_input: Step) -> None:
+        """Tell row stores that the batch will come, after those of which they were told before."""
+        self.shards.announce(dist_input)
+
+    def _look_up_replicas(self, step: Step) -> None:
+        """Rows of this rank's own batch in tables that every rank holds and trains in its backward."""
+        try:
+            with torch.no_grad():
+                step.replicated_rows = self.shards.look_up_replicated(step, dense=False)
+        except (NoFreeSlots, TooManyRows) as error:
+            self.shards.note_lack(step, error)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        for name, param in self._tables.parameters.items():
+            if self.shards.is_away(name) and not self.shards.fully_sharded and id(param) not in memo:
+                # as they are: a copy of NaNs that are one number in memory would be as large as the table
+                memo[id(param)] = nn.Parameter(param.detach()[:], requires_grad=param.requires_grad)
+        copied: Any = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(vars(self), memo))
+        return copied
