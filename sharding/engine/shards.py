@@ -168,7 +168,9 @@ class LocalShards:
             group, part, (ids, offsets, factors) = groups[g], self.parts[g], self._inputs(step, g)
             try:
                 there = prefetched.get(g)
-                if there is None:
+                if there is None and group.lookahead is None and not self._prefetched:
+                    there = group.store.resolve(ids, offsets, group.step)
+                elif there is None:
                     resolve = partial(self._resolve, step, g, group, ids, offsets)
                     there = self._with_room(group, resolve) if self._prefetched else resolve()
                 slots, lease = there

@@ -91,7 +91,7 @@ FUNCTIONS = {
     "rows._jagged_bmm": "jagged_jagged_bmm",
     "lookup_autograd._FlatOfParameters": "test_collections_without_an_optimizer_have_second_derivatives",
     "lookup_autograd.LookupWithUpdate": "test_a_fused_lookup_is_not_differentiated_twice",
-    "dedup.CutGradient": "test_a_cut_gradient_is_differentiated_where_it_is_not_cut",
+    "wire.CutGradient": "test_a_cut_gradient_is_differentiated_where_it_is_not_cut",
     "collection.ExchangedLookup": "test_sharded_lookups_and_exchanges_are_not_differentiated_twice",
     "async_collective._Start": "test_sharded_lookups_and_exchanges_are_not_differentiated_twice",
     "async_collective._Finish": "test_sharded_lookups_and_exchanges_are_not_differentiated_twice",

@@ -4,7 +4,7 @@ Random cases (bit_cases.py): every rule, fp32, fp16 and bf16 with stochastic rou
 look up to 64 batches ahead and bring the rows of up to four, slots that are just enough for a batch, for 10 % of the
 rows and for all, rows in memory and in files. Compared are losses and outputs of every step, an evaluation, weights and
 optimizer states, rank by rank, with those of a plain loop over resident tables. Not as it has to be: one differs, which
-is named with its case; or a run fails. `--write` keeps the result in `perf/results/tier_bits.json`.
+is named with its case; or a run fails. `--write` keeps the result beside the others of `perf/results`.
 """
 
 from __future__ import annotations

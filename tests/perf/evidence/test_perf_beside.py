@@ -196,7 +196,17 @@ def test_each_call_has_a_state_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         name
         for name in evidence.KNOWN
         # these need none
-        if name not in ("planner_heldout", "pipeline_overlap", "tier_files", "same_bits", "fbgemm_cost")
+        if name
+        not in (
+            "planner_heldout",
+            "pipeline_overlap",
+            "tier_bits",
+            "tier_files",
+            "tier_larger",
+            "tier_step",
+            "same_bits",
+            "fbgemm_cost",
+        )
     ],
 )
 def test_without_the_peers_one_line_says_so(
