@@ -110,6 +110,8 @@ def _exchange(  # type: ignore[no-untyped-def]
         # no record that is loaded is saved here: both are asked for before either is written
         old = tl.load(row, mask=out, other=0)
         new = tl.load(there + (load * (RECORD // UNIT))[:, None] + at, mask=into, other=0)
+        # of a tile with less elements than threads several threads have each: none may write before all have read
+        tl.debug_barrier()
         tl.store(there + (save * (RECORD // UNIT))[:, None] + at, old, mask=out)
         tl.store(row, new, mask=into)
 
