@@ -25,6 +25,8 @@ from ..persistent_grid import PERSISTENT_PROGRAMS, persistent_programs
 _PART, _RECORD = 16, 64
 # units of a row in a tile at most, units of a tile, rows of a tile at least and at most, and its warps
 _COLUMNS, _TILE, _ROWS, _WARPS = 256, 1024, (1, 8) if INTERPRETED else (8, 128), 4
+# threads of a warp at most, those of AMD's
+_MOST_LANES = 64
 # programs that move rows over the bus: enough to fill it, and the multiprocessors are left to the step beside it
 _BUS_PROGRAMS = 64
 # the CPU's compiled loops; None where numba is missing or does not work
@@ -95,6 +97,7 @@ def _exchange(  # type: ignore[no-untyped-def]
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     """One part of some slots' rows out to their records and in from theirs, as integers of UNIT bytes."""
     BITS: tl.constexpr = tl.int32 if UNIT == 4 else (tl.int16 if UNIT == 2 else tl.int8)
@@ -110,8 +113,9 @@ def _exchange(  # type: ignore[no-untyped-def]
         # no record that is loaded is saved here: both are asked for before either is written
         old = tl.load(row, mask=out, other=0)
         new = tl.load(there + (load * (RECORD // UNIT))[:, None] + at, mask=into, other=0)
-        # of a tile with less elements than threads several threads have each: none may write before all have read
-        tl.debug_barrier()
+        if SHARED:
+            # several threads have each element: none may write before all have read
+            tl.debug_barrier()
         tl.store(there + (save * (RECORD // UNIT))[:, None] + at, old, mask=out)
         tl.store(row, new, mask=into)
 
@@ -134,6 +138,7 @@ def _move_rows_kernel(  # type: ignore[no-untyped-def]
     ALIGNS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
     for begin in range(tl.program_id(0) * BLOCK_M, M, programs * BLOCK_M):
         m = begin + tl.arange(0, BLOCK_M)
@@ -148,7 +153,7 @@ def _move_rows_kernel(  # type: ignore[no-untyped-def]
             for i in tl.static_range(len(UNITS)):
                 _exchange(
                     parts[i], records, slot, save, load, saved, loaded, RECORD, OFFSETS[i], UNITS[i], UNIT[i],
-                    ALIGNS[i], BLOCKS[i],
+                    ALIGNS[i], BLOCKS[i], BLOCK_M * BLOCKS[i] < THREADS,
                 )  # fmt: skip
 
 
@@ -252,7 +257,7 @@ def _launch(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tens
     _move_rows_kernel[(programs,)](
         tuple(part for part, _ in moved), records, slots, saves, loads, count, parts[0].shape[0], records.shape[0],
         programs, record, tuple(offset for _, offset in moved), tuple(units), tuple(unit), tuple(aligns),
-        tuple(blocks), block, num_warps=_WARPS,
+        tuple(blocks), block, _MOST_LANES * _WARPS, num_warps=_WARPS,
     )  # fmt: skip
 
 
