@@ -117,8 +117,7 @@ def test_every_kernel_and_every_rule_has_cases() -> None:
 def test_a_target_that_is_compiled_in_part_has_every_kernel_rule_type_and_format(target: str) -> None:
     assert target not in compiled.WHOLE
     chosen = [case for case in cases().values() if compiled.has_case(target, case)]
-    # about a quarter
-    assert len(chosen) < 0.27 * len(cases())
+    assert len(chosen) < len(cases()) / 4
     assert {case.kernel_name for case in chosen} == {case.kernel_name for case in cases().values()}
     for kernel in ("update", "quantized_pooled_lookup"):
         place = 1 if kernel == "update" else 2
