@@ -40,6 +40,8 @@ STEPS, CPU = 8, torch.device("cpu")
 PREFETCHES = tuple((prefetch, ahead) for prefetch in (1, 4) for ahead in (0, 8, 64))
 PIPELINES: tuple[str, ...] = ("none", "sparse_dist", *(f"prefetch {k}, ahead {ahead}" for k, ahead in PREFETCHES))
 SLOTS: dict[str, int | float] = {"just enough": 1, "10 %": 0.1, "all": 1.0}
+# by this name why a model trains no more
+_ENDED = "end"
 BELOW, POLICIES = ("ram", "file", "ram over file"), ("aged_lfu", "lru", "lfu")
 
 
@@ -62,10 +64,11 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What differed between both runs on a rank, by name, and what the caches did."""
+    """What differed between both runs on a rank, by name, and what the caches did; `ended`: numbers grew too large."""
 
     compared: int
     differs: list[str]
+    ended: int
     wanted: int
     misses: int
     saves: int
@@ -92,21 +95,28 @@ def compare(case: Case, rank: int, world: int, folder: Path) -> Outcome:
     differs = [name for name in names if whole.get(name) != cached.get(name)]
     metrics = cache_metrics(model).values()
     sums = {name: sum(getattr(table, name) for table in metrics) for name in ("wanted", "misses", "saves", "grown")}
-    return Outcome(len(names), differs, **sums)
+    return Outcome(len(names), differs, int(_ENDED in whole), **sums)
 
 
 def train(case: Case, rank: int, world: int, tier: Tier | None) -> tuple[dict[str, str], DistributedModelParallel]:
-    """SHA-256 by name of losses, outputs, weights and states; with a `tier` through the pipeline of the case."""
+    """SHA-256 by name of losses, outputs, weights and states; with a `tier` through the pipeline of the case.
+
+    Some models diverge. One whose loss is infinite ends there, as not a number is the same bits as another; one whose
+    exchange refuses a number ends there too, as it was before that step.
+    """
     model = model_of(case.mix, world, CPU, tier)
     trained = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense = torch.optim.SGD([param for param in trained.values() if param.requires_grad] or [torch.zeros(1)], lr=0.01)
     steps = _steps if tier is None or case.pipeline == "none" else _pipelined
     digests: dict[str, str] = {}
-    for step, (loss, rows) in enumerate(steps(case, model, dense, rank, world)):
-        digests |= {f"loss of step {step}": digest(loss), f"output of step {step}": digest(rows)}
-        if not loss.isfinite():
-            # not a number is the same bits as another
-            raise FloatingPointError(f"step {step}: the loss is {loss}")
+    try:
+        for step, (loss, rows) in enumerate(steps(case, model, dense, rank, world)):
+            digests |= {f"loss of step {step}": digest(loss), f"output of step {step}": digest(rows)}
+            if not loss.isfinite():
+                digests[_ENDED] = f"step {step}: the loss is {loss}"
+                return digests, model
+    except OverflowError as error:
+        digests[_ENDED] = str(error)
     model.eval()
     with torch.no_grad():
         _, (_, rows) = model(batch_of(case.mix, STEPS, rank, world, learned=False))

@@ -3,8 +3,9 @@
 Random cases (bit_cases.py): every rule, fp32, fp16 and bf16 with stochastic rounding, every strategy, pipelines that
 look up to 64 batches ahead and bring the rows of up to four, slots that are just enough for a batch, for 10 % of the
 rows and for all, rows in memory and in files. Compared are losses and outputs of every step, an evaluation, weights and
-optimizer states, rank by rank, with those of a plain loop over resident tables. Not as it has to be: one differs, which
-is named with its case; or a run fails. `--write` keeps the result beside the others of `perf/results`.
+optimizer states, rank by rank, with those of a plain loop over resident tables, which may diverge: then both end in the
+same step and for the same reason. Not as it has to be: one differs, which is named with its case; or a run fails.
+`--write` keeps the result beside the others of `perf/results`.
 """
 
 from __future__ import annotations
@@ -82,9 +83,10 @@ def section_of(runs: Mapping[int, Sequence[Outcomes]]) -> Section:
             total["runs"] += 1
             for what, values in settings_of(case).items():
                 counts.setdefault(what, Counter()).update(values)
-        names = ("runs", "compared", "differ", "wanted", "misses", "saves", "grown")
+        total["ended"] //= world
+        names = ("runs", "ended", "compared", "differ", "wanted", "misses", "saves", "grown")
         rows.append([world, *(f"{total[name]:,}" for name in names)])
-    header = ["ranks", "runs", "tensors", "that differ", "rows wanted", "misses", "rows saved", "times grown"]
+    header = ["ranks", "runs", "ended early", "tensors", "that differ", "rows wanted", "misses", "rows saved", "times grown"]
     settings = [
         [what, ", ".join(f"{value} {count}" for value, count in sorted(some.items()))] for what, some in counts.items()
     ]
