@@ -10,6 +10,7 @@ import copy
 import math
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from shardwise.kernels.rows import Lookups
 
 from .backing import Backing, HostRecords
 from .curves import TraceCurves
+from .fetched import Fetched
 from .policies import Policy, lru
 from .records import RecordLayout
 from .residency import Announced, Lease, Moves, Residency, Span, TooFewSlots, grown_slots
@@ -120,7 +122,9 @@ class CachedRows:
 
     def __init__(self, specs: Sequence[CacheSpec], policy: Policy = lru) -> None:
         self.specs, self.policy = list(specs), policy
-        self.counts = [CacheCounts() for _ in specs]
+        self._counts = [CacheCounts() for _ in specs]
+        # of batches whose counts are on their way from the device
+        self._counting: deque[Fetched] = deque()
         self.group: TableGroup | None = None
         # of each table, what batches wanted since `trace`; else nothing is gathered
         self.traces: list[TraceCurves] | None = None
@@ -152,8 +156,14 @@ class CachedRows:
             spec.below(shape.rows, layout.bytes) if shape.rows else HostRecords(1, layout.bytes)
             for spec, shape, layout in zip(self.specs, group.tables, self.layouts, strict=True)
         ]
-        for counts, layout in zip(self.counts, self.layouts, strict=True):
+        for counts, layout in zip(self._counts, self.layouts, strict=True):
             counts.record_bytes = layout.bytes
+
+    @property
+    def counts(self) -> list[CacheCounts]:
+        """What the tables did so far."""
+        self._take_counts(wait=True)
+        return self._counts
 
     def _spans(self) -> list[Span]:
         group = self.group
@@ -220,7 +230,8 @@ class CachedRows:
             self._move(held)
             if self.traces is not None:
                 self._trace(lease, self.traces)
-            self._count(lease.counts)
+            self._counting.append(Fetched(lease.counts))
+            self._take_counts(wait=False)
             return slots, held
 
     def trace(self) -> None:
@@ -235,7 +246,7 @@ class CachedRows:
 
     def _trace(self, lease: Lease, traces: Sequence[TraceCurves]) -> None:
         # host sync on CUDA: traces lie on the host
-        rows = self.residency.row_of[lease.slots].cpu().sort().values
+        rows = self.residency.row_of[lease.held()].cpu().sort().values
         for span, trace in zip(self.residency.tables, traces, strict=True):
             trace.add(rows[(rows >= span.first_row) & (rows < span.first_row + span.rows)] - span.first_row)
 
@@ -255,7 +266,7 @@ class CachedRows:
                 continue
             if self.residency.leases:
                 # one prefetch, however often it asks
-                self.counts[t].stalls += self._stalled != self._resolved
+                self._counts[t].stalls += self._stalled != self._resolved
                 self._stalled = self._resolved
                 raise NoFreeSlots(f"table {shape.name!r}: {slots} slots are needed beside those of batches under way")
             gib, enough = slots * self.layouts[t].bytes / 2**30, math.ceil(slots / self.specs[t].share)
@@ -272,34 +283,60 @@ class CachedRows:
         self.residency.grow(grown)
         self._turns.synchronize()
         for t in grown:
-            self.counts[t].grown += 1
+            self._counts[t].grown += 1
 
     def _move(self, lease: CacheLease) -> None:
         """Have rows leave and come; those that a thread reads are there once `ready` was called."""
-        pinned = self.residency.device.type == "cuda"
-        for t, part in self._by_table(lease.rows.moves):
-            span, parts, below = self.residency.tables[t], self._parts(t), self.below[t]
-            slots = part.slots - span.first_slot
-            saves = torch.where(part.saves >= 0, part.saves - span.first_row, -1)
-            from_below = torch.where(part.fresh, -1, part.loads - span.first_row)
-            records: Tensor | None = getattr(below, "records", None)
+        for t, moves in self._by_table(lease.rows):
+            span, is_lazy = self.residency.tables[t], self.specs[t].fresh is not None
+            from_below = torch.where(moves.fresh, -1, moves.loads) if is_lazy else moves.loads
+            records: Tensor | None = getattr(self.below[t], "records", None)
             if records is not None:
-                move_rows(parts, records, slots, saves, from_below)
+                numbers = moves.slots, moves.saves, from_below
+                move_rows(self._parts(t), records, *numbers, span.first_slot, span.first_row)
             else:
-                leaving, coming = (saves >= 0).nonzero().squeeze(1), (from_below >= 0).nonzero().squeeze(1)
-                if leaving.numel():
-                    rows, order = saves[leaving].sort()
-                    out = self.layouts[t].empty(leaving.numel(), pinned=pinned)
-                    places = torch.arange(leaving.numel(), device=slots.device)
-                    move_rows(parts, out, slots[leaving][order], places, torch.full_like(places, -1))
-                    # host sync on CUDA: files are written by rows that the host knows
-                    self._transfers.save(span.name, below, rows.cpu(), out)
-                if coming.numel():
-                    records = self.layouts[t].empty(coming.numel(), pinned=pinned)
-                    # host sync on CUDA: as above
-                    rows = from_below[coming].cpu()
-                    self._transfers.load(lease.number, t, span.name, below, rows, records, part.slots[coming])
-            self._make_fresh(t, parts, slots[part.fresh], (part.loads - span.first_row)[part.fresh])
+                self._transfer(lease.number, t, moves._replace(loads=from_below))
+            if is_lazy:
+                # host sync on CUDA: such rows are made one table after another
+                fresh = moves.fresh & (moves.loads >= span.first_row) & (moves.loads < span.first_row + span.rows)
+                slots, rows = moves.slots[fresh] - span.first_slot, moves.loads[fresh] - span.first_row
+                self._make_fresh(t, self._parts(t), slots, rows)
+
+    def _by_table(self, lease: Lease) -> Iterator[tuple[int, Moves]]:
+        """Tables, and moves of which some may be theirs: all of a device that decides by itself, else their own."""
+        residency, moves = self.residency, lease.moves
+        if not moves.loads.shape[0]:
+            return
+        if lease.most:
+            yield from ((t, moves) for t, span in enumerate(residency.tables) if span.rows)
+            return
+        ends = torch.searchsorted(moves.loads, residency._row_borders).tolist()
+        for t, begin, end in zip(residency._order, ends, ends[1:], strict=False):
+            if begin < end:
+                yield t, Moves(*(part[begin:end] for part in moves))
+
+    def _transfer(self, number: int, table: int, moves: Moves) -> None:
+        """Have a thread write the rows of a table that leave, and read those that come for a batch."""
+        pinned = self.residency.device.type == "cuda"
+        span, layout, below = self.residency.tables[table], self.layouts[table], self.below[table]
+        # host sync on CUDA: files are read and written by rows that the host knows
+        leaving, coming = (
+            ((some >= span.first_row) & (some < span.first_row + span.rows)).nonzero().squeeze(1)
+            for some in (moves.saves, moves.loads)
+        )
+        if leaving.numel():
+            rows, order = (moves.saves[leaving] - span.first_row).sort()
+            out = layout.empty(leaving.numel(), pinned=pinned)
+            places = torch.arange(leaving.numel(), device=rows.device)
+            slots = moves.slots[leaving][order] - span.first_slot
+            move_rows(self._parts(table), out, slots, places, torch.full_like(places, -1))
+            # host sync on CUDA: as above
+            self._transfers.save(span.name, below, rows.cpu(), out)
+        if coming.numel():
+            records = layout.empty(coming.numel(), pinned=pinned)
+            # host sync on CUDA: as above
+            rows = (moves.loads[coming] - span.first_row).cpu()
+            self._transfers.load(number, table, span.name, below, rows, records, moves.slots[coming])
 
     def _make_fresh(self, table: int, parts: Sequence[Tensor], slots: Tensor, rows: Tensor) -> None:
         fresh = self.specs[table].fresh
@@ -312,19 +349,14 @@ class CachedRows:
         for part, start in zip(parts[1:], self.group.starts(), strict=True):
             part[slots] = start
 
-    def _by_table(self, moves: Moves) -> Iterator[tuple[int, Moves]]:
-        """The moves of each table that has some."""
-        if not moves.loads.numel():
-            return
-        # host sync on CUDA: where those of each table begin
-        ends = torch.searchsorted(moves.loads, self.residency._row_borders).tolist()
-        for t, begin, end in zip(self.residency._order, ends, ends[1:], strict=False):
-            if begin < end:
-                yield t, Moves(*(part[begin:end] for part in moves))
+    def _take_counts(self, *, wait: bool) -> None:
+        """Add up the counts of batches that are here, or of all."""
+        while self._counting and (wait or self._counting[0].is_here()):
+            self._count(self._counting.popleft().get())
 
     def _count(self, moved: Tensor) -> None:
         for t, (hits, missing, fresh, saves) in zip(self.residency._order, moved.tolist(), strict=True):
-            counts = self.counts[t]
+            counts = self._counts[t]
             counts.batches += 1
             counts.wanted += hits + missing
             counts.hits += hits
@@ -558,6 +590,7 @@ class CachedRows:
             return self.__dict__
         assert self.group is not None
         self.settle()
+        self._take_counts(wait=True)
         # gradients that wait are copied with their group
         kept = [lease.rows for lease in self.group._leases]
         # what lies below first: it says why it cannot be pickled

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import rows as steps
+from shardwise.kernels.features import Feature, pack_features
 from shardwise.kernels.rows import (
     BELOW,
     EMPTY_KEYS,
@@ -28,11 +29,14 @@ from shardwise.kernels.rows import (
     SCORES,
     Found,
     Lookups,
+    Marks,
+    Scoring,
     Scratch,
     SlotTables,
     Victims,
 )
 
+from .fetched import Fetched
 from .policies import Policy, scoring_of
 
 # no announced batch needs the row
@@ -73,7 +77,8 @@ class Span:
 class Moves(NamedTuple):
     """What a batch moves: the row `loads` [M] into `slots` [M], after `saves` [M] left it (-1: nothing to be saved).
 
-    Rows come in ascending order; `fresh` [M] ones have no record below.
+    Rows come in ascending order; `fresh` [M] ones have no record below. A device that decides by itself has room for
+    more: behind the last row slots, saves and loads are -1.
     """
 
     slots: Tensor
@@ -84,12 +89,16 @@ class Moves(NamedTuple):
 
 @dataclass(eq=False)
 class Announced:
-    """A batch that will come: its distinct rows [U], and where they stand among all that was announced."""
+    """A batch that will come: its distinct rows [U], and where they stand among all that was announced.
+
+    A device that decides by itself has -1 behind them, and `counts`, how many rows of each table they are.
+    """
 
     number: int
     rows: Tensor
     begin: int
     is_pending: bool = True
+    counts: Fetched | None = None
 
     @property
     def end(self) -> int:
@@ -99,13 +108,21 @@ class Announced:
 
 @dataclass(eq=False)
 class Lease:
-    """Slots [U] that a batch holds until it is released; counts [T, 4] on the host are what it did to each table: rows
-    that hit and that were missing, of these the fresh ones, and rows that were saved.
+    """Slots [U] that a batch holds until it is released; counts [T, 4] are what it did to each table: rows that hit and
+    that were missing, of these the fresh ones, and rows that were saved.
+
+    A device that decides by itself has -1 among the slots and keeps the counts; `most` are by table the slots at most.
     """
 
     slots: Tensor
     moves: Moves
     counts: Tensor
+    most: Sequence[int] = ()
+
+    def held(self) -> Tensor:
+        """The slots, without what is none."""
+        # host sync on CUDA
+        return self.slots[self.slots >= 0]
 
 
 @dataclass
@@ -140,6 +157,8 @@ class Residency:
         # keys of scores count from here
         self._base = 0
         self._scratch, self._victims = Scratch(), Victims()
+        # of a device that decides by itself, once a batch came
+        self._marks: Marks | None = None
         # those that are held
         self.leases: list[Lease] = []
         self._place_slots()
@@ -170,6 +189,7 @@ class Residency:
         self._score = torch.zeros(slots, dtype=torch.int64, device=self.device)
         self._key = torch.zeros(slots, dtype=torch.int32, device=self.device)
         self._victims.clear(self._slot_borders.tolist())
+        self._marks = None
 
     @property
     def _state(self) -> SlotTables:
@@ -189,6 +209,12 @@ class Residency:
     def announce_ids(self, ids: Tensor, offsets: Tensor, lookups: Lookups) -> Announced:
         """As `announce`, of a batch's ids [N], offsets [F*B + 1]."""
         self._forget_withdrawn()
+        if self._state.loops is None:
+            rows, counts = steps.announced_rows(self._state, self._kept_marks(), ids, offsets, lookups)
+            # what was announced before is looked up where rows are linked
+            announced = self._announce(rows, rows)
+            announced.counts = Fetched(counts)
+            return announced
         begin = self._window.entries
         return self._announce(*steps.distinct_rows(self._state, ids, offsets, lookups, self._places(), begin))
 
@@ -252,6 +278,12 @@ class Residency:
         Raises:
             TooFewSlots: leases hold too many slots of a table.
         """
+        if self._state.loops is None:
+            # all tables as one, by the numbers of their rows
+            features = pack_features([Feature(0, self.slot_of.shape[0], 1, 0)], self.device)
+            nothing = features.new_zeros(1)
+            offsets = torch.tensor([0, rows.shape[0]], device=self.device)
+            return self._hold_on_device(rows, offsets, Lookups(features, nothing, nothing), announced)[1]
         return self._hold(steps.find_rows(self._state, rows), announced)
 
     def want_ids(
@@ -261,6 +293,8 @@ class Residency:
 
         -1 is the slot of what lies in no table.
         """
+        if self._state.loops is None:
+            return self._hold_on_device(ids, offsets, lookups, announced)
         found, places = steps.find_ids(self._state, ids, offsets, lookups, self._scratch)
         lease = self._hold(found, announced)
         if found.missing.shape[0]:
@@ -268,38 +302,104 @@ class Residency:
         return places, lease
 
     def _hold(self, found: Found, announced: Announced | None) -> Lease:
+        comes = self._has_come(announced)
+        moves, counts = self._make_room(found)
+        hits = found.hits
+        slots = torch.cat([hits, moves.slots]) if moves.slots.shape[0] else hits.clone()
+        self.batch += 1
+        scoring, most = scoring_of(self.policy, self.batch, self._base)
+        given = None
+        if not scoring.kind:
+            given = self._score[slots]
+            given[hits.shape[0] :] = 0
+            given = self.policy(given, self.batch).to(torch.int64)
+            most = int(given.max()) if given.shape[0] else 0
+        assert most is not None
+        steps.use(self._state, hits, slots, scoring, given, keeps=bool(self._window.batches) and not comes)
+        lease = Lease(slots, moves, torch.cat([found.counts, counts], dim=1))
+        return self._held(lease, announced, most, comes=comes)
+
+    def _has_come(self, announced: Announced | None) -> bool:
+        """Whether a batch is the next of those that were announced."""
         window = self._window
         if announced is not None and announced.is_pending and announced is not window.batches[0]:
             # those before it have not come, and may: to the window this is a batch that nobody announced
             self.withdraw(announced)
         self._forget_withdrawn()
-        moves, counts = self._make_room(found)
-        hits = found.hits
-        slots = torch.cat([hits, moves.slots]) if moves.slots.shape[0] else hits.clone()
-        self.batch += 1
-        comes = announced is not None and announced.is_pending
-        scoring, most = scoring_of(self.policy, self.batch, self._base)
-        given = None
-        if not scoring.kind or self._state.loops is None:
-            given = self._score[slots]
-            given[hits.shape[0] :] = 0
-            given = self.policy(given, self.batch).to(torch.int64)
-        steps.use(self._state, hits, slots, scoring, given, keeps=bool(window.batches) and not comes)
-        if most is None:
-            assert given is not None
-            # host sync on CUDA: a function of users may give any scores
-            most = int(given.max()) if given.shape[0] else 0
+        return announced is not None and announced.is_pending
+
+    def _held(self, lease: Lease, announced: Announced | None, most: int, *, comes: bool) -> Lease:
+        """The lease, once keys are those after its batch; scores are `most` at most."""
         if most - self._base > SCORES:
             self._rebase(most - SCORES // 2)
         if announced is not None and comes:
             announced.is_pending = False
-            window.batches.pop(0)
+            self._window.batches.pop(0)
             steps.expect(self._state, announced.rows, announced.begin, self._next)
-        elif window.batches and moves.loads.shape[0]:
-            self._expect(moves)
-        lease = Lease(slots, moves, torch.cat([found.counts, counts], dim=1))
+        elif self._window.batches and lease.moves.loads.shape[0]:
+            self._expect(lease.moves)
         self.leases.append(lease)
         return lease
+
+    # ---- a device that decides by itself
+
+    def _kept_marks(self) -> Marks:
+        if self._marks is None:
+            self._marks = Marks(self._state)
+        return self._marks
+
+    def _hold_on_device(
+        self, ids: Tensor, offsets: Tensor, lookups: Lookups, announced: Announced | None
+    ) -> tuple[Tensor, Lease]:
+        """As `want_ids`; nobody waits for the device where the batch fits for sure."""
+        comes, marks = self._has_come(announced), self._kept_marks()
+        most_rows = self._most_rows(ids, offsets, lookups, announced)
+        self.batch += 1
+        scoring, most = scoring_of(self.policy, self.batch, self._base)
+        keeps = bool(self._window.batches) and not comes
+        wanted = steps.want(self._state, marks, ids, offsets, lookups, scoring, keeps=keeps)
+        moves = Moves(wanted.slots[ids.shape[0] :], wanted.saves, wanted.rows, wanted.fresh)
+        lease = Lease(wanted.slots, moves, wanted.counts.t(), most_rows)
+        if most is None:
+            most = self._score_by_function(lease.held(), scoring, keeps=keeps)
+        return wanted.places, self._held(lease, announced, most, comes=comes)
+
+    def _score_by_function(self, slots: Tensor, scoring: Scoring, *, keeps: bool) -> int:
+        """Score the slots of a batch by a function of users; the highest score."""
+        given = self.policy(self._score[slots], self.batch).to(torch.int64)
+        keys = steps.key_of(given, scoring.base)
+        if keeps:
+            keys = torch.where(self._key[slots] > SCORES + EMPTY_KEYS, self._key[slots], keys)
+        self._score[slots], self._key[slots] = given, keys
+        # host sync on CUDA: a function of users may give any scores
+        return int(given.max()) if given.shape[0] else 0
+
+    def _most_rows(self, ids: Tensor, offsets: Tensor, lookups: Lookups, announced: Announced | None) -> Sequence[int]:
+        """By table, in their order, the distinct rows that a batch wants at most; there is room for them.
+
+        Raises:
+            TooFewSlots: as `want`.
+        """
+        tables = [self.tables[t] for t in self._order]
+
+        def fits(rows: Sequence[int]) -> bool:
+            held = [sum(some) for some in zip(*(lease.most for lease in self.leases), strict=True)] or [0] * len(rows)
+            return all(
+                table.slots >= min(table.rows, before + more)
+                for table, before, more in zip(tables, held, rows, strict=True)
+            )
+
+        most = [min(ids.shape[0], table.rows) for table in tables]
+        if not fits(most) and announced is not None and announced.counts is not None:
+            most = announced.counts.get().tolist()
+        if fits(most):
+            return most
+        # host sync on CUDA: where so many rows might not fit they are counted
+        most, needed = steps.count_wanted(self._state, self._kept_marks(), ids, offsets, lookups)
+        lacking = {t: slots for t, slots in zip(self._order, needed, strict=True) if slots > self.tables[t].slots}
+        if lacking:
+            raise TooFewSlots(lacking)
+        return most
 
     def _make_room(self, found: Found) -> tuple[Moves, Tensor]:
         """What moves, and fresh rows and saves [T, 2] by table."""
@@ -308,7 +408,6 @@ class Residency:
             return Moves(missing, missing, missing, missing.bool()), torch.zeros_like(found.counts)
         counts = found.counts[:, 1].contiguous()
         picked = self._victims.pick(self._state, counts, missing.shape[0])
-        # host sync on CUDA
         if int(picked.min()) < 0:
             needed = self._needed(counts)
             steps.forget(self._state, found)
@@ -336,7 +435,8 @@ class Residency:
 
     def _expect(self, moves: Moves) -> None:
         """Have rows that came for a batch that nobody announced know which of those that were needs them first."""
-        waits = self._places()[moves.loads] >= self._window.batches[0].begin
+        # host sync on CUDA, below too: such batches are rare
+        waits = (moves.loads >= 0) & (self._places()[moves.loads] >= self._window.batches[0].begin)
         rows, slots = moves.loads[waits], moves.slots[waits]
         for batch in reversed(self._window.batches) if bool(waits.any()) else ():
             self._key[slots[torch.isin(rows, batch.rows)]] = NEXT_USES - batch.number
@@ -385,11 +485,11 @@ class Residency:
         other.leases = [lease for lease in self.leases if lease in kept]
         other.held = torch.zeros_like(self.held)
         for lease in other.leases:
-            other.held[lease.slots] += 1
+            other.held[lease.held()] += 1
         other._window, other._latest = _Window(), None
         other._next = torch.full((1,), _NONE, dtype=torch.int32, device=self.device)
         other._key = torch.where(self.row_of >= 0, steps.key_of(self._score, self._base), 0)
-        other._scratch, other._victims = Scratch(), Victims()
+        other._scratch, other._victims, other._marks = Scratch(), Victims(), None
         other._victims.clear(self._slot_borders.tolist())
         return other
 
@@ -398,7 +498,7 @@ class Residency:
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
-        self.device = device
+        self.device, self._marks = device, None
 
     def resident(self, table: int) -> tuple[Tensor, Tensor]:
         """Rows [n] of a table that have slots, ascending, and these; both counted within the table."""

@@ -134,11 +134,11 @@ class Simulation:
             self._release()
         lease = self._want(rows, announced)
         self._leases.append(lease)
-        moves, counts = lease.moves, self.counts
-        missed, saved = moves.loads.numel(), int((moves.saves >= 0).sum())
+        counts = self.counts
+        ((hits, missed, fresh, saved),) = lease.counts.tolist()
         counts.wanted += rows.numel()
-        counts.hits += rows.numel() - missed
-        counts.fresh += int(moves.fresh.sum())
+        counts.hits += hits
+        counts.fresh += fresh
         counts.saves += saved
         counts.by_batch.append((rows.numel(), missed, saved))
         if not self.setting.prefetch:

@@ -1,6 +1,7 @@
 """Where rows lie that do not all fit the device: moves between slots and records, victims, first values, recency."""
 
 from .move_rows import layout_of
+from .on_device import Marks, announced_rows, count_wanted, want
 from .residency import (
     Found,
     Lookups,
@@ -34,10 +35,13 @@ __all__ = [
     "UNIT",
     "Found",
     "Lookups",
+    "Marks",
     "Scoring",
     "Scratch",
     "SlotTables",
     "Victims",
+    "announced_rows",
+    "count_wanted",
     "distinct_rows",
     "expect",
     "find_ids",
@@ -50,4 +54,5 @@ __all__ = [
     "release",
     "take",
     "use",
+    "want",
 ]

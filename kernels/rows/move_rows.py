@@ -67,8 +67,13 @@ def layout_of(parts: Sequence[Tensor]) -> RecordLayout:
     return record_layout([part.shape[1:] for part in parts], [part.dtype for part in parts])
 
 
-def move_rows_ref(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor) -> None:
+def move_rows_ref(
+    parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor,
+    first_slot: int | None = None, first_row: int = 0,
+) -> None:  # fmt: skip
     """All saves, then all loads: the same, because no record is loaded that is saved in the same call."""
+    if first_slot is not None:
+        slots, saves, loads = _own(parts[0].shape[0], records.shape[0], slots, saves, loads, first_slot, first_row)
     live = slots >= 0
     saved, loaded = live & (saves >= 0), live & (loads >= 0)
     assert not torch.isin(loads[loaded], saves[saved]).any(), "a record is both saved and loaded"
@@ -80,6 +85,15 @@ def move_rows_ref(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves
         column = records[:, offset : offset + nbytes]
         column.index_copy_(0, saves[saved].to(records.device), rows[slots[saved]].to(records.device))
         rows.index_copy_(0, slots[loaded], column[loads[loaded].to(records.device)].to(rows.device))
+
+
+def _own(
+    slot_count: int, record_count: int, slots: Tensor, saves: Tensor, loads: Tensor, first_slot: int, first_row: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers that count over several tables as those of one, and -1 in place of the others'."""
+    numbers = ((slots - first_slot, slot_count), (saves - first_row, record_count), (loads - first_row, record_count))
+    own = [torch.where((some >= 0) & (some < end), some, -1) for some, end in numbers]
+    return own[0], own[1], own[2]
 
 
 @triton.jit
@@ -120,7 +134,10 @@ def _exchange(  # type: ignore[no-untyped-def]
         tl.store(row, new, mask=into)
 
 
-@triton.jit(do_not_specialize=["M", "S", "R", "programs"], do_not_specialize_on_alignment=["slots", "saves", "loads"])
+@triton.jit(
+    do_not_specialize=["M", "S", "R", "first_slot", "first_row", "programs"],
+    do_not_specialize_on_alignment=["slots", "saves", "loads"],
+)
 def _move_rows_kernel(  # type: ignore[no-untyped-def]
     parts,
     records,
@@ -130,6 +147,8 @@ def _move_rows_kernel(  # type: ignore[no-untyped-def]
     M,
     S,
     R,
+    first_slot,
+    first_row,
     programs,
     RECORD: tl.constexpr,
     OFFSETS: tl.constexpr,
@@ -142,10 +161,10 @@ def _move_rows_kernel(  # type: ignore[no-untyped-def]
 ):
     for begin in range(tl.program_id(0) * BLOCK_M, M, programs * BLOCK_M):
         m = begin + tl.arange(0, BLOCK_M)
-        slot = tl.load(slots + m, mask=m < M, other=-1)
+        slot = tl.load(slots + m, mask=m < M, other=-1) - first_slot
         live = (slot >= 0) & (slot < S)
-        save = tl.load(saves + m, mask=live, other=-1)
-        load = tl.load(loads + m, mask=live, other=-1)
+        save = tl.load(saves + m, mask=live, other=-1) - first_row
+        load = tl.load(loads + m, mask=live, other=-1) - first_row
         saved = (save >= 0) & (save < R)
         loaded = (load >= 0) & (load < R)
         # a batch that misses less than there was room for ends in moves of nothing
@@ -157,12 +176,16 @@ def _move_rows_kernel(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
 
 
-def move_rows(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor) -> None:
+def move_rows(
+    parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor,
+    first_slot: int | None = None, first_row: int = 0,
+) -> None:  # fmt: skip
     """Save the rows of some slots in records, and load others' records into them, in place and bit by bit.
 
     For each m the row of slots[m] goes to record saves[m], then record loads[m] comes into the slot. A negative slot
     moves nothing, a negative save or load not in that direction. No slot may come twice, nor a record, be it saved or
-    loaded. A record's padding is left as it is.
+    loaded. A record's padding is left as it is. With `first_slot`, slots and records are counted over several tables:
+    those of this one begin there and at `first_row`, and numbers of others move nothing.
 
     Shapes: parts [S, w] or [S] of any dtypes, contiguous, each perhaps the beginning of more; records [R, B] uint8,
     contiguous, B as `record_layout` says; slots, saves, loads [M] int64, on the parts' device.
@@ -173,9 +196,9 @@ def move_rows(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Te
     """
     _check(parts, records, slots, saves, loads)
     if direct(*parts, records, slots, saves, loads):
-        _move_rows(parts, records, slots, saves, loads)
+        _move_rows(parts, records, slots, saves, loads, first_slot, first_row)
     else:
-        torch.ops.shardwise.move_rows(list(parts), records, slots, saves, loads)
+        torch.ops.shardwise.move_rows(list(parts), records, slots, saves, loads, first_slot, first_row)
 
 
 def _check(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor) -> None:
@@ -206,13 +229,18 @@ def _check(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tenso
         raise ValueError(f"move_rows: records must be on {first.device} or pinned, got {records.device}")
 
 
-def _move_rows(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor) -> None:
+def _move_rows(
+    parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor,
+    first_slot: int | None = None, first_row: int = 0,
+) -> None:  # fmt: skip
     if slots.shape[0] == 0:
         return
     slots, saves, loads = slots.contiguous(), saves.contiguous(), loads.contiguous()
     if runs_kernel(parts[0]):
-        _launch(parts, records, slots, saves, loads)
+        _launch(parts, records, slots, saves, loads, first_slot or 0, first_row)
         return
+    if first_slot is not None:
+        slots, saves, loads = _own(parts[0].shape[0], records.shape[0], slots, saves, loads, first_slot, first_row)
     if parts[0].is_cpu:
         _require_inside(parts[0].shape[0], records.shape[0], slots, saves, loads)
         if (compiled := loops()) is not None:
@@ -233,7 +261,10 @@ def _with_columns(parts: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
     return [(part, offset) for part, offset in zip(parts, offsets, strict=True) if prod(part.shape[1:])]
 
 
-def _launch(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor) -> None:
+def _launch(
+    parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor, first_slot: int,
+    first_row: int,
+) -> None:  # fmt: skip
     moved = _with_columns(parts)
     count, record = slots.shape[0], records.shape[1]
     if not moved or not records.shape[0]:
@@ -256,8 +287,8 @@ def _launch(parts: Sequence[Tensor], records: Tensor, slots: Tensor, saves: Tens
     programs = min(triton.cdiv(count, block), PERSISTENT_PROGRAMS or most)
     _move_rows_kernel[(programs,)](
         tuple(part for part, _ in moved), records, slots, saves, loads, count, parts[0].shape[0], records.shape[0],
-        programs, record, tuple(offset for _, offset in moved), tuple(units), tuple(unit), tuple(aligns),
-        tuple(blocks), block, _MOST_LANES * _WARPS, num_warps=_WARPS,
+        first_slot, first_row, programs, record, tuple(offset for _, offset in moved), tuple(units), tuple(unit),
+        tuple(aligns), tuple(blocks), block, _MOST_LANES * _WARPS, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -275,7 +306,8 @@ def _require_inside(slot_count: int, record_count: int, slots: Tensor, saves: Te
 
 
 register(
-    "move_rows(Tensor(a!)[] parts, Tensor(b!) records, Tensor slots, Tensor saves, Tensor loads) -> ()",
+    "move_rows(Tensor(a!)[] parts, Tensor(b!) records, Tensor slots, Tensor saves, Tensor loads,"
+    " SymInt? first_slot=None, SymInt first_row=0) -> ()",
     _move_rows,
-    lambda parts, records, slots, saves, loads: None,
+    lambda parts, records, slots, saves, loads, first_slot=None, first_row=0: None,
 )

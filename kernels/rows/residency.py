@@ -4,8 +4,8 @@ Shapes: R rows and S slots of T tables, N ids, U distinct rows of a batch, of wh
 [R] int32, of slots `row_of` [S] int64, `held`, `key` [S] int32, `score` [S] int64, `dirty`, `stored` [S] bool.
 Bytes moved by the loops: 12 an id, 8 a row that is looked at, 29 a slot that is used.
 
-Decisions of a host, so no ops: nothing here is traced. Torch's path and the loops (residency_loops.py) come to the same
-ones; they differ in the order in which the slots of a batch stand, which nothing depends on.
+Decisions of a host, so no ops: nothing here is traced. Where there are no loops (residency_loops.py) the device decides
+(on_device.py), the same; they differ in the order in which the slots of a batch stand, which nothing depends on.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ import torch
 from torch import Tensor
 
 from .. import numba_loops
-from ..features import FIRST_ROW, ROWS
 from .lowest import lowest
 from .residency_numbers import (
-    BELOW,
     EMPTY_KEYS,
     END,
     ENTRIES,
     FIELDS_OF_QUEUE,
-    FRESH,
     HEAD,
     HEAP,
     HEAP_ROOM,
@@ -33,11 +30,9 @@ from .residency_numbers import (
     HIGH,
     LIMIT,
     LOW,
-    MARK,
-    MARKED,
-    NEXT_USES,
     SCORES,
 )
+from .slots import expect_rows, link_rows, release_slots
 
 # the CPU's compiled loops; None where numba is missing or does not work
 loops = partial(numba_loops.loops, "residency_loops", "rows")
@@ -115,19 +110,6 @@ class Scoring(NamedTuple):
     gain: Tensor | None = None
 
 
-def rows_of_ids(ids: Tensor, offsets: Tensor, lookups: Lookups) -> tuple[Tensor, Tensor]:
-    """The rows [N] of ids, counted over all tables, -1 of what lies in no table; and the feature [N] of each."""
-    features = lookups.features
-    samples = lookups.samples(offsets)
-    ends = offsets[samples::samples].contiguous() if samples else offsets[:0]
-    feature = torch.bucketize(torch.arange(ids.shape[0], device=ids.device), ends, right=True)
-    used = feature < features.shape[0]
-    feature = feature.clamp(max=max(features.shape[0] - 1, 0))
-    ids = ids.long()
-    inside = used & (ids >= 0) & (ids < features[feature, ROWS])
-    return torch.where(inside, ids + features[feature, FIRST_ROW], -1), feature
-
-
 def find_ids(
     state: SlotTables, ids: Tensor, offsets: Tensor, lookups: Lookups, scratch: Scratch
 ) -> tuple[Found, Tensor]:
@@ -136,14 +118,6 @@ def find_ids(
     A missing row has -2 - row there until `place`, and what lies in no table -1.
     """
     n, compiled = ids.shape[0], state.loops
-    if compiled is None:
-        rows, feature = rows_of_ids(ids, offsets, lookups)
-        found = find_rows(state, torch.unique(rows[rows >= 0]))
-        if not n:
-            return found, rows
-        slots = state.slot_of[rows.clamp(min=0)].long()
-        slots = torch.where(slots >= 0, slots - lookups.first_slots[feature], -2 - rows)
-        return found, torch.where(rows >= 0, slots, -1)
     ids, offsets = ids.contiguous(), offsets.contiguous()
     out, (hits, missing, absent) = torch.empty(n, dtype=torch.int64, device="cpu"), scratch.rows(n)
     tables = state.row_borders.shape[0] - 1
@@ -175,16 +149,6 @@ def _sort(compiled: Any, rows: Tensor, others: Tensor | None, rows_total: int) -
 def find_rows(state: SlotTables, rows: Tensor) -> Found:
     """As `find_ids`, of distinct rows [U], ascending."""
     compiled, tables = state.loops, state.row_borders.shape[0] - 1
-    if compiled is None:
-        slots = state.slot_of[rows].long()
-        absent = slots < 0
-        hits, missing = slots[~absent], rows[absent]
-        state.held[hits] += MARK
-        state.slot_of[missing] += MARKED
-        # host sync on CUDA: how many rows of each table hit, and are missing
-        ends = torch.stack([torch.searchsorted(some, state.row_borders) for some in (rows, missing)])
-        of_all, of_missing = ends.diff().cpu()
-        return Found(hits, missing, torch.stack([of_all - of_missing, of_missing], dim=1))
     n, rows = rows.shape[0], rows.contiguous()
     hits, missing = (torch.empty(n, dtype=torch.int64, device="cpu") for _ in range(2))
     counts = torch.empty(tables, 2, dtype=torch.int64, device="cpu")
@@ -197,11 +161,7 @@ def find_rows(state: SlotTables, rows: Tensor) -> Found:
 
 def forget(state: SlotTables, found: Found) -> None:
     """Take the marks of a batch back that does not come."""
-    if (compiled := state.loops) is None:
-        state.held[found.hits] -= MARK
-        state.slot_of[found.missing] -= MARKED
-        return
-    compiled.forget(
+    state.loops.forget(
         found.hits.data_ptr(), found.hits.shape[0], found.missing.data_ptr(), found.missing.shape[0],
         state.held.data_ptr(), state.slot_of.data_ptr(),
     )  # fmt: skip
@@ -214,25 +174,10 @@ def take(state: SlotTables, missing: Tensor, picked: Tensor) -> tuple[Tensor, Te
     counts [T, 2] of fresh rows and of saves by table.
     """
     tables = state.row_borders.shape[0] - 1
-    if (compiled := state.loops) is None:
-        old = state.row_of[picked]
-        saves = torch.where(state.dirty[picked], old, -1)
-        leaving, has_record = old >= 0, state.dirty[picked] | state.stored[picked]
-        state.slot_of[old[leaving]] = torch.where(has_record, BELOW, FRESH).int()[leaving]
-        fresh = state.slot_of[missing] == FRESH + MARKED
-        state.slot_of[missing] = picked.int()
-        state.row_of[picked] = missing
-        state.stored[picked], state.dirty[picked] = ~fresh, False
-        # host sync on CUDA: what is counted by table
-        ends = torch.searchsorted(missing, state.row_borders)
-        sums = [
-            torch.cat([some.new_zeros(1), some.cumsum(0)])[ends].diff() for some in (fresh.long(), (saves >= 0).long())
-        ]
-        return saves, fresh, torch.stack(sums, dim=1).cpu()
     n = missing.shape[0]
     saves, fresh = torch.empty(n, dtype=torch.int64, device="cpu"), torch.empty(n, dtype=torch.bool, device="cpu")
     counts = torch.empty(tables, 2, dtype=torch.int64, device="cpu")
-    compiled.take(
+    state.loops.take(
         picked.data_ptr(), missing.data_ptr(), n, state.row_borders.data_ptr(), tables, state.slot_of.data_ptr(),
         state.row_of.data_ptr(), state.dirty.data_ptr(), state.stored.data_ptr(), saves.data_ptr(), fresh.data_ptr(),
         counts.data_ptr(),
@@ -247,19 +192,8 @@ def use(state: SlotTables, hits: Tensor, slots: Tensor, scoring: Scoring, given:
     those of hits that have a next use stay.
     """
     count, n = hits.shape[0], slots.shape[0]
-    if (compiled := state.loops) is None:
-        assert given is not None
-        state.held[hits] -= MARK
-        state.held[slots] += 1
-        state.score[slots] = given
-        keys = key_of(given, scoring.base)
-        if keeps:
-            now = state.key[hits]
-            keys[:count] = torch.where(now > SCORES + EMPTY_KEYS, now, keys[:count])
-        state.key[slots] = keys
-        return
     given, gain = None if given is None else given.contiguous(), scoring.gain
-    compiled.use(
+    state.loops.use(
         slots.data_ptr(), count, n, state.held.data_ptr(), state.score.data_ptr(), state.key.data_ptr(),
         0 if given is not None else scoring.kind, scoring.batch, scoring.half_life,
         0 if gain is None else gain.data_ptr(), 0 if gain is None else len(gain), scoring.base, int(keeps),
@@ -276,9 +210,7 @@ def expect(state: SlotTables, rows: Tensor, begin: int, following: Tensor) -> No
     """Have the slots of the rows [U] of a batch know their next use, which stands in the ring from `begin` on."""
     n, size = rows.shape[0], following.shape[0]
     if (compiled := state.loops) is None:
-        number = following[torch.arange(begin, begin + n, device=rows.device) % size]
-        slots = state.slot_of[rows].long()
-        state.key[slots[number >= 0]] = NEXT_USES - number[number >= 0]
+        expect_rows(rows, state.slot_of, following, state.key, begin)
         return
     compiled.expect(
         rows.data_ptr(), n, begin, following.data_ptr(), size, state.slot_of.data_ptr(), state.key.data_ptr()
@@ -287,17 +219,9 @@ def expect(state: SlotTables, rows: Tensor, begin: int, following: Tensor) -> No
 
 def place(state: SlotTables, found: Found, slots: Tensor, offsets: Tensor, lookups: Lookups) -> Tensor:
     """The slots [N] that `find_ids` gave, with those of rows that were missing."""
-    if (compiled := state.loops) is None:
-        if not slots.shape[0]:
-            return slots
-        ends = offsets[lookups.samples(offsets) :: max(lookups.samples(offsets), 1)].contiguous()
-        feature = torch.bucketize(torch.arange(slots.shape[0], device=slots.device), ends, right=True)
-        feature = feature.clamp(max=max(lookups.features.shape[0] - 1, 0))
-        came = state.slot_of[(-2 - slots).clamp(min=0)] - lookups.first_slots[feature]
-        return torch.where(slots <= -2, came, slots)
     assert found.absent is not None
     offsets = offsets.contiguous()
-    compiled.place(
+    state.loops.place(
         slots.data_ptr(), slots.shape[0], found.absent.data_ptr(), found.absent.shape[0], offsets.data_ptr(),
         offsets.itemsize, lookups.samples(offsets), lookups.first_slots.data_ptr(), state.slot_of.data_ptr(),
     )  # fmt: skip
@@ -338,11 +262,7 @@ class Victims:
 
     def pick(self, state: SlotTables, counts: Tensor, capacity: int) -> Tensor:
         """As `lowest`, of the state's tables; counts [T] on the host. What is picked has to be taken, or `clear`."""
-        device = state.key.device
-        if not self._tables or state.loops is None:
-            # nobody tells it then
-            self.clear()
-            counts = counts.to(device, non_blocking=True)
+        if not self._tables:
             return lowest(state.key, state.held, state.slot_borders, counts, capacity)
         others = counts.clone()
         others[self._tables] = 0
@@ -392,9 +312,7 @@ class Victims:
 def release(state: SlotTables, slots: Tensor, victims: Victims, *, changed: bool) -> None:
     """Slots [U] are held by one lease less; `changed` ones are other than their records below."""
     if (compiled := state.loops) is None:
-        state.held[slots] -= 1
-        if changed:
-            state.dirty[slots] = True
+        release_slots(slots, state.held, state.dirty, changed)
         return
     compiled.release(
         slots.data_ptr(), slots.shape[0], state.held.data_ptr(), state.dirty.data_ptr(), int(changed),
@@ -407,10 +325,6 @@ def distinct_rows(
 ) -> tuple[Tensor, Tensor]:
     """The distinct rows [U] of a batch, ascending, and what `latest` [R] int64 has of them: less than `begin`."""
     n, compiled = ids.shape[0], state.loops
-    if compiled is None:
-        rows, _ = rows_of_ids(ids, offsets, lookups)
-        rows = torch.unique(rows[rows >= 0])
-        return rows, latest[rows]
     ids, offsets = ids.contiguous(), offsets.contiguous()
     rows, before = (torch.empty(n, dtype=torch.int64, device="cpu") for _ in range(2))
     count = compiled.distinct(
@@ -440,13 +354,7 @@ def link(
     """
     n, size = rows.shape[0], following.shape[0]
     if (compiled := state.loops) is None:
-        places = torch.arange(begin, begin + n, device=rows.device)
-        following[places % size] = -1
-        waits = before >= first
-        following[before[waits] % size] = number
-        slots = state.slot_of[rows[~waits]].long()
-        state.key[slots[slots >= 0]] = NEXT_USES - number
-        latest[rows] = places
+        link_rows(rows, state.slot_of, latest, following, state.key, number, begin, first)
         return
     compiled.link(
         rows.data_ptr(), before.data_ptr(), n, number, begin, first, latest.data_ptr(), following.data_ptr(), size,

@@ -10,7 +10,7 @@ from ...kernels import hashes, pieces
 from ...kernels.jagged import requests
 from ...kernels.lookup import bound_ids, pruned
 from ...kernels.quantized import fp8_rows, fused_rows, small_floats
-from ...kernels.rows import initial_rows, lowest, move_rows
+from ...kernels.rows import initial_rows, lowest, move_rows, slots, wanted
 from ..selftest.rows_checks import ROWS
 from ..selftest.served_checks import SERVED, Served
 
@@ -26,7 +26,9 @@ MODULES: tuple[ModuleType, ...] = (
     pieces,
     pruned,
     requests,
+    slots,
     small_floats,
+    wanted,
 )
 
 # a run, its label, and what rows it reads where the order of a sum over a row is promised (nowhere)

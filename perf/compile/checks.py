@@ -1,9 +1,9 @@
 """Promises of the kernels' compiled form, and which of them a compiled case breaks.
 
 Nothing spills. Rows move by as many bytes at a time as their alignment and the tile allow, 16 at most. A lookup waits
-at no barrier, or at one after its loop where its output cannot be stored as its rows are held. Only the checks have
-atomics, integer minima, which have no order, beside what sm_100's compiler adds to products of matrices, and counts of
-keys have sums of integers. A row's columns are added in an order that the row alone decides.
+at no barrier, or at one after its loop where its output cannot be stored as its rows are held. Atomics are of integers,
+which have no order: minima of the checks, counts of keys and rows, marks of a cache's batch; beside them is what
+sm_100's compiler adds to products of matrices. A row's columns are added in an order that the row alone decides.
 
 On NVIDIA's also: a lookup asks for all rows of an iteration before it adds the first, and waits for little more than
 the ids and the rows; an update of a run of up to four ids waits for memory a few times in turn; and what is read or
@@ -61,7 +61,9 @@ DEALING = {"quantized_pooled_lookup": 7, "gather_values": 7}
 CHECKS = ("check_ids", "check_gradient")
 PRODUCTS = ("dense_bmm", "jagged_bmm")
 # kernels that add up integers, in shared memory and then in a table's
-COUNTS = ("count_digits",)
+COUNTS = ("count_digits", "take_slots")
+# those that mark rows and slots of a batch as well, by bits and the number of a batch
+MARKS = ("claim_rows", "mark_rows")
 # start of a case's name -> latencies that an iteration waits at most, of ids and then of rows; the first that fits
 WAITS = {
     # of four gathers one comes after the first sum, behind the arithmetic of hundreds of instructions
@@ -148,8 +150,11 @@ def promised(case: Case, target: str) -> Bounds:
     barriers = _barriers(case, target) if case.kernel_name in LOOKUPS else DEALING.get(case.kernel_name)
     # minima of the checks; and what the compiler keeps books with in shared memory where sm_100 multiplies matrices
     known = "min" if case.kernel_name in CHECKS else r"^ATOMS\.(OR|AND)" if case.kernel_name in PRODUCTS else "$^"
-    if case.kernel_name in COUNTS:
-        known = r"^(ATOMS|ATOMG\.E|RED\.E)\.ADD(\.STRONG\.GPU)?$|^(buffer|ds|global)_(atomic_)?add(_u32)?$"
+    if case.kernel_name in (*COUNTS, *MARKS):
+        nvidia, amd = ("ADD(.64)?|MAX.S32|OR", "add|smax|or") if case.kernel_name in MARKS else ("ADD(.64)?", "add")
+        known = (
+            rf"^(ATOMS|ATOMG\.E|RED\.E)\.({nvidia})(\.STRONG\.GPU)?$|^(buffer|ds|global)_(atomic_)?({amd})(_u32|_x2)?$"
+        )
     moves = tuple(promised_moves(case, target))
     bounds = Bounds(_registers(case), barriers, known, moves, SHARED_BYTES[target])
     if TARGETS[target][0] != "cuda":

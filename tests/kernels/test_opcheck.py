@@ -50,6 +50,9 @@ JAGGED = {
         "dequantize_rows", "quantize_rows", "quantized_pooled_lookup", "quantized_sequence_lookup",
     },
     "segments": {"complete_cumsum", "invert_permute", "offsets_range", "segment_spread", "segment_sum"},
+    "cache_batches": {
+        "claim_rows", "expect_rows", "link_rows", "list_rows", "mark_rows", "place_rows", "release_slots", "take_slots",
+    },
     "initial_rows": {"initial_rows"},
     "lowest": {"lowest"},
     "move_rows": {"move_rows"},

@@ -321,6 +321,34 @@ def rows_of_tiers(batch: Batch) -> None:
         OPS.initial_rows(batch.ids(), gpu(1, dtype=torch.int64), 0, 128, kind, 0.0, 1.0, torch.float32)
 
 
+def batches_of_caches(batch: Batch) -> None:
+    """What comes in place of rows, places in the ring and numbers of batches hang on the batch; tables do not."""
+    (_, packed), _ = tables(DIMS)
+    features, count = on_gpu(packed), len(DIMS)
+    slots, held = gpu(ROWS, dtype=torch.int32), gpu(ROWS, dtype=torch.int32)
+    score, key, flags = gpu(ROWS, dtype=torch.int64), gpu(ROWS, dtype=torch.int32), gpu(ROWS, dtype=torch.bool)
+    slot_of, bits = gpu(count * ROWS, dtype=torch.int32), gpu(count * ROWS // 32 + 1, dtype=torch.int32)
+    counts, tallies = gpu(4, count, dtype=torch.int64, shift=batch.shift), gpu(1, dtype=torch.int64, shift=batch.shift)
+    borders, first = gpu(count + 1, dtype=torch.int64), gpu(count, dtype=torch.int64)
+    ids, offsets = batch.ids(), gpu(count * batch.b + 1, dtype=torch.int64, shift=batch.shift)
+    numbers = 3, 7 + batch.n, 40 + batch.b
+    OPS.claim_rows(
+        ids, offsets, features, first, slot_of, borders, held, slots, score, key, bits, tallies, counts, slots[:0],
+        batch.m, *numbers, True, True,
+    )  # fmt: skip
+    OPS.mark_rows(ids, offsets, features, borders, bits, tallies, counts[0])
+    OPS.list_rows(bits, tallies, batch.n)
+    row_of = gpu(ROWS, dtype=torch.int64)
+    OPS.take_slots(
+        ids, ids, borders, slot_of, row_of, held, flags, flags, score, key, counts, batch.ids(), slots[:0], *numbers
+    )
+    OPS.place_rows(gpu(batch.n, dtype=torch.int64), offsets, first, slot_of)
+    OPS.release_slots(batch.ids(), held, flags, True)
+    ring = gpu(2 * batch.n, dtype=torch.int32, shift=batch.shift)
+    OPS.link_rows(ids, slot_of, row_of, ring, key, batch.b, batch.m, batch.n)
+    OPS.expect_rows(ids, slot_of, ring, key, batch.m)
+
+
 JOBS: dict[str, Callable[[Batch], None]] = {
     "lookups": look_up,
     "update": update,
@@ -337,6 +365,7 @@ JOBS: dict[str, Callable[[Batch], None]] = {
     "parts of bags": parts_of_bags,
     "hashes": hashed,
     "rows of tiers": rows_of_tiers,
+    "batches of caches": batches_of_caches,
 }
 
 

@@ -118,9 +118,12 @@ def train(case: Case, rank: int, world: int, tier: Tier | None) -> tuple[dict[st
     except OverflowError as error:
         digests[_ENDED] = str(error)
     model.eval()
-    with torch.no_grad():
-        _, (_, rows) = model(batch_of(case.mix, STEPS, rank, world, learned=False))
-    digests["output of evaluation"] = digest(rows)
+    try:
+        with torch.no_grad():
+            _, (_, rows) = model(batch_of(case.mix, STEPS, rank, world, learned=False))
+        digests["output of evaluation"] = digest(rows)
+    except OverflowError as error:
+        digests["output of evaluation"] = str(error)
     for name, value in model.state_dict().items():
         digests |= {f"weight {name}{where}": digest(part) for where, part in worker._parts(value)}
     for name, of_table in model.fused_optimizer.state_dict()["state"].items():

@@ -86,7 +86,17 @@ def section_of(runs: Mapping[int, Sequence[Outcomes]]) -> Section:
         total["ended"] //= world
         names = ("runs", "ended", "compared", "differ", "wanted", "misses", "saves", "grown")
         rows.append([world, *(f"{total[name]:,}" for name in names)])
-    header = ["ranks", "runs", "ended early", "tensors", "that differ", "rows wanted", "misses", "rows saved", "times grown"]
+    header = [
+        "ranks",
+        "runs",
+        "ended early",
+        "tensors",
+        "that differ",
+        "rows wanted",
+        "misses",
+        "rows saved",
+        "times grown",
+    ]
     settings = [
         [what, ", ".join(f"{value} {count}" for value, count in sorted(some.items()))] for what, some in counts.items()
     ]

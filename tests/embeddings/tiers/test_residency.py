@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from kernel_inputs import torch_device
 from torch import Tensor
 
 from shardwise.embeddings.tiers.policies import AgedLfu, Policy, lfu, lru, policy_named
@@ -22,12 +23,12 @@ from shardwise.kernels import Feature, pack_features
 from shardwise.kernels.rows import lowest as lowest_module, residency as steps
 from shardwise.kernels.rows.residency import Lookups
 
-HISTORIES, TORCH_HISTORIES, EVENTS = 2000, 300, 14
+HISTORIES, TORCH_HISTORIES, KERNEL_HISTORIES, EVENTS = 2000, 300, 12, 14
 
 
 @pytest.fixture
 def without_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's path on every machine."""
+    """As on a GPU: the references of its kernels, or in the interpreter the kernels, on every machine."""
     for module in (steps, lowest_module):
         monkeypatch.setattr(module, "loops", lambda: None)
 
@@ -132,6 +133,13 @@ POLICIES: list[tuple[Policy, Callable[[int, int], int]]] = [
 ]
 
 
+def without_none(numbers: Tensor) -> list[int]:
+    """Those from 0 on, behind which a device that decides by itself may have -1."""
+    live = int((numbers >= 0).sum())
+    assert (numbers[live:] == -1).all()
+    return numbers[:live].tolist()
+
+
 class History:
     """A residency and its model through random events."""
 
@@ -205,7 +213,7 @@ class History:
             announced = self.residency.announce(self.numbers(rows))
         else:
             announced = self.residency.announce_ids(*self.batch(rows)[:2], self.lookups)
-        assert announced.rows.tolist() == self.numbers(rows).tolist()
+        assert without_none(announced.rows) == self.numbers(rows).tolist()
         # sets that are equal are not the same batch
         rows = set(rows)
         self.model.window.append(rows)
@@ -243,10 +251,14 @@ class History:
         if comes:
             self.announced.pop(0)
         first = [span.first_slot for span in self.residency.tables]
-        assert lease.moves.slots.tolist() == [first[t] + slot for t, slot, _, _ in moves]
-        assert lease.moves.saves.tolist() == [-1 if old < 0 else self.first_row[t] + old for t, _, old, _ in moves]
-        assert lease.moves.fresh.tolist() == [fresh for _, _, _, fresh in moves]
-        assert sorted(lease.slots.tolist()) == sorted(first[t] + slot for t, slot in held.slots)
+        came = [self.first_row[t] + self.model.row_in[t, slot] for t, slot, _, _ in moves]
+        assert without_none(lease.moves.loads) == came
+        assert without_none(lease.moves.slots) == [first[t] + slot for t, slot, _, _ in moves]
+        old = [-1 if old < 0 else self.first_row[t] + old for t, _, old, _ in moves]
+        assert lease.moves.saves.tolist() == old + [-1] * (len(lease.moves.saves) - len(old))
+        fresh = [fresh for _, _, _, fresh in moves]
+        assert lease.moves.fresh.tolist() == fresh + [False] * (len(lease.moves.fresh) - len(fresh))
+        assert sorted(lease.held().tolist()) == sorted(first[t] + slot for t, slot in held.slots)
         for t, counts in enumerate(lease.counts.tolist()):
             here = [move for move in moves if move[0] == t]
             wanted = sum(table == t for table, _ in rows)
@@ -298,8 +310,15 @@ def test_victims_slots_and_moves_are_those_of_dictionaries(part: int) -> None:
         History(seed).run()
 
 
-def test_torch_decides_as_the_loops_do(without_loops: None) -> None:
+def test_a_device_decides_as_the_loops_do(without_loops: None) -> None:
     for seed in range(TORCH_HISTORIES):
+        History(seed).run()
+
+
+@pytest.mark.interpreted
+def test_kernels_decide_as_the_loops_do(without_loops: None) -> None:
+    torch_device("interpreted")
+    for seed in range(KERNEL_HISTORIES):
         History(seed).run()
 
 

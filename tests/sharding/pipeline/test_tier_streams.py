@@ -118,10 +118,10 @@ def watched(device: Device) -> Iterator[None]:
     """Inside, what touches the slots of one table is touched on the device."""
     move, look_up, update = cached_rows.move_rows, TableGroup.look_up, TableGroup.update
 
-    def moving(parts: Any, records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor) -> None:
+    def moving(parts: Any, records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor, *first: int) -> None:
         device.touch("save", slots[saves >= 0].tolist(), writes=False)
         device.touch("load", slots[loads >= 0].tolist(), writes=True)
-        move(parts, records, slots, saves, loads)
+        move(parts, records, slots, saves, loads, *first)
 
     def looking(group: TableGroup, slots: Tensor, *args: Any) -> Tensor:
         device.touch("look up", slots.unique().tolist(), writes=False)
