@@ -25,8 +25,7 @@ class Fetched:
 
     def get(self) -> Tensor:
         """The values; waits until they are here."""
-        if self._copied is not None:
+        if not self.is_here():
             # host sync on CUDA: what was given to the stream later is not waited for
             self._copied.synchronize()
-            self._copied = None
         return self._tensor

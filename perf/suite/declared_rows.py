@@ -38,3 +38,15 @@ def initial_rows_bytes(rows: Tensor, out: Tensor, *, sector: int = 1) -> Traffic
     """Of `initial_rows`: the rows' numbers, and the values once."""
     row = out.shape[1] * out.itemsize
     return Traffic({"I": rows.nbytes}, {"Y": out.shape[0] * _in_sectors(row, sector, row)})
+
+
+def cache_batch_bytes(ids: Tensor, rows: int, slots: int, hits: int, missing: int) -> Traffic:
+    """Of a batch of a cache of so many rows and slots whose device decides (`want`), and its release: what each id
+    reads and writes, what each slot does that is held or taken, marks of all rows once, keys and holders once.
+    """
+    n = ids.shape[0]
+    reads = {"I": ids.nbytes, "slots of rows": 8 * n, "places": 8 * n, "keys": 8 * slots, "marks": rows // 8}
+    writes = {"Y": 8 * n, "held": 16 * n, "rows": 25 * n, "stamps": 4 * n}
+    reads |= {"found": 16 * hits, "taken": 18 * missing, "released": 16 * n + 4 * (hits + missing)}
+    writes |= {"found": 16 * hits, "taken": 34 * missing, "released": 5 * (hits + missing)}
+    return Traffic(reads, writes)

@@ -507,11 +507,14 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
             flag = None
             if wire.codec is not None:
                 flag, step.unsure_rows = flag_of(sent, wire.codec), rows
-            if self.shards.may_lack_slots:
+            if self.shards.may_lack_slots and not self._exchange.alone:
                 lack = sent.new_full((1,), 0 if step.lack is None else LACKS_SLOTS, dtype=torch.int32)
                 flag = lack if flag is None else flag | lack
             step.row_sizes = wire.row_sizes(step)
             step.rows = self._exchange.rows(sent, sizes, step.row_sizes, codec=wire.codec, flag=flag)
+            if step.lack is not None and self._exchange.alone:
+                # known without waiting for a device
+                step.rows.flags = [LACKS_SLOTS]
         step.phase = LOOKED_UP
 
     def output_dist(self, ctx: StepContext, output: Step) -> LazyAwaitable[Any]:

@@ -8,13 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.kernels import initial_rows, lowest, move_rows
+from shardwise.kernels import Feature, initial_rows, lowest, move_rows, pack_features
+from shardwise.kernels.rows import LRU, Lookups, Marks, Scoring, SlotTables, release, want
 from shardwise.kernels.rows.initial_rows import initial_rows_ref
 from shardwise.kernels.rows.lowest import lowest_ref
 from shardwise.kernels.rows.move_rows import layout_of, move_rows_ref
+from shardwise.kernels.rows.residency import Victims
 from shardwise.perf.suite.case import Call, Case, Ready, Setting
 from shardwise.perf.suite.cases.lookup import CUDA, EVERY, INPUTS
-from shardwise.perf.suite.declared_rows import initial_rows_bytes, lowest_bytes, move_rows_bytes
+from shardwise.perf.suite.declared_rows import cache_batch_bytes, initial_rows_bytes, lowest_bytes, move_rows_bytes
 from shardwise.perf.suite.peers import peer_calls
 
 DIM = 128
@@ -132,6 +134,63 @@ def _initial(setting: Setting, kind: str) -> Ready:
     )  # fmt: skip
 
 
+# rows, slots and ids of a batch
+CACHE = {"small": (400, 90, 60), "cpu": (1_000_000, 200_000, 40_000), "cuda": (100_000_000, 10_000_000, 1_000_000)}
+
+
+def _batch(setting: Setting) -> Ready:
+    """A batch of a cache: rows found, victims picked, slots taken and let go. Half of the slots have rows at first."""
+    rows, slots, count = CACHE[_size(setting)]
+    device = torch.device(setting.device)
+
+    def made() -> SlotTables:
+        slot_of = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        slot_of[: slots // 2] = torch.arange(slots // 2, dtype=torch.int32, device=device)
+        row_of = torch.where(torch.arange(slots, device=device) < slots // 2, torch.arange(slots, device=device), -1)
+        held, key = (torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(2))
+        flags = torch.zeros(slots, dtype=torch.bool, device=device)
+        borders = [torch.tensor([0, end], device=device) for end in (rows, slots)]
+        return SlotTables(slot_of, row_of, held, flags, flags.clone(), row_of.clone().zero_(), key, *borders)
+
+    def drawn(seed: int) -> Tensor:
+        draw = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        # few rows are in most batches
+        return (rows * draw**3).long().to(device)
+
+    nothing = torch.zeros(1, dtype=torch.int64, device=device)
+    lookups = Lookups(pack_features([Feature(0, rows, 1, 0)]).to(device), nothing, nothing)
+    offsets, numbers = torch.tensor([0, count], device=device), iter(range(1, 1 << 30))
+
+    def run(state: SlotTables, marks: Marks, ids: Tensor) -> Tensor:
+        wanted = want(state, marks, ids, offsets, lookups, Scoring(LRU, next(numbers), 0), keeps=False)
+        release(state, wanted.slots, Victims(), changed=True)
+        return wanted.counts
+
+    def by_torch(state: SlotTables, ids: Tensor) -> Tensor:
+        """Decisions alone, which wait for the device: distinct rows, those without a slot, and slots for these."""
+        distinct = torch.unique(ids)
+        found = state.slot_of[distinct]
+        return torch.topk(state.key, int((found < 0).sum()), largest=False).indices
+
+    def check() -> None:
+        state, ids = made(), drawn(0)
+        distinct = torch.unique(ids)
+        missing = int((state.slot_of[distinct] < 0).sum())
+        hits, missed, fresh, saved = run(state, Marks(state), ids).flatten().tolist()
+        assert (hits, missed, fresh, saved) == (distinct.numel() - missing, missing, 0, 0), "other rows were missing"
+        assert bool((state.row_of[state.slot_of[distinct].long()] == distinct).all()), "rows are not in their slots"
+
+    state, inputs = made(), [drawn(seed) for seed in range(INPUTS)]
+    marks, distinct = Marks(state), torch.unique(inputs[0])
+    missing = int((state.slot_of[distinct] < 0).sum())
+    traffic = cache_batch_bytes(inputs[0], rows, slots, distinct.numel() - missing, missing)
+    return _ready(
+        setting, [partial(run, state, marks, ids) for ids in inputs],
+        lambda: [partial(by_torch, state, ids) for ids in inputs], check, traffic.bytes_moved,
+        "ids, slots and marks once", {"rows": rows, "slots": slots, "ids": count}, graph=False,
+    )  # fmt: skip
+
+
 CASES: Sequence[Case] = (
     *(
         Case(
@@ -143,4 +202,5 @@ CASES: Sequence[Case] = (
     ),
     *(Case(f"lowest, {keys}", "rows", partial(_lowest, keys=keys), EVERY) for keys in ("ages", "counts")),
     *(Case(f"initial_rows, {kind}", "rows", partial(_initial, kind=kind), EVERY) for kind in ("uniform", "normal")),
+    Case("a batch of a cache", "rows", _batch, CUDA),
 )  # fmt: skip

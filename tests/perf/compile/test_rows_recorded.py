@@ -11,7 +11,8 @@ from recorded_calls import Call, assert_sound
 
 from shardwise.kernels import initial_rows, lowest, move_rows
 from shardwise.perf.compile.recorded import SECTOR
-from shardwise.perf.selftest.rows_checks import PARTS, moves, victims
+from shardwise.perf.selftest.rows_checks import PARTS, ROWS, moves, victims
+from shardwise.perf.selftest.served_checks import Served
 from shardwise.perf.suite.declared_rows import initial_rows_bytes, lowest_bytes, move_rows_bytes
 
 # bytes of the counts of a digit, and digits
@@ -45,6 +46,23 @@ def first_values(kind: str, columns: int, dtype: torch.dtype) -> Call:
     return Call([out], initial_rows_bytes(rows, out, sector=SECTOR), {"I": rows, "Y": out}, "I", 2, rest)
 
 
+def batch_of_cache(served: Served) -> Call:
+    """Rows with slots come once, so that which id finds one does not hang on the order of programs."""
+    given = served.inputs()
+    result = served.call(*given)
+    return Call([*result] if isinstance(result, tuple) else [result])
+
+
+OF_CACHES = {
+    "claim_rows",
+    "expect_rows",
+    "link_rows",
+    "list_rows",
+    "mark_rows",
+    "place_rows",
+    "release_slots",
+    "take_slots",
+}
 CALLS: dict[str, Callable[[], Call]] = {
     **{f"move {words}": partial(move, words) for words in PARTS},
     "victims of a table": partial(pick, 150),
@@ -52,6 +70,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "uniform": partial(first_values, "uniform", 128, torch.float32),
     "normal": partial(first_values, "normal", 20, torch.float32),
     "normal halves": partial(first_values, "normal", 7, torch.float16),
+    **{f"{each.op} {each.words}": partial(batch_of_cache, each) for each in ROWS if each.op in OF_CACHES},
 }
 
 
