@@ -57,11 +57,11 @@ def _move(setting: Setting, optimizer: str, ways: str) -> Ready:
         # beside a GPU they are where a table's other rows are
         return [part.to(device) for part in parts], held.pin_memory() if device == "cuda" else held
 
-    def drawn(slots: int, records: int, count: int, device: str) -> list[Tensor]:
+    def drawn(slots: int, records: int, count: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
         places, nothing = torch.randperm(records, generator=generator), torch.full((count,), -1)
         saves = places[:count] if ways != "load" else nothing
         loads = places[count : 2 * count] if ways != "save" else nothing
-        return [t.to(device) for t in (torch.randperm(slots, generator=generator)[:count], saves, loads)]
+        return torch.randperm(slots, generator=generator)[:count].to(device), saves.to(device), loads.to(device)
 
     parts, held = made(slots, records, setting.device)
     inputs = [drawn(slots, records, count, setting.device) for _ in range(INPUTS)]
@@ -73,7 +73,8 @@ def _move(setting: Setting, optimizer: str, ways: str) -> Ready:
         move_rows(few, kept, *numbers)
         if setting.device == "cuda":
             torch.cuda.synchronize()
-        move_rows_ref(other, expected, *(number.cpu() for number in numbers))
+        slot, save, load = (number.cpu() for number in numbers)
+        move_rows_ref(other, expected, slot, save, load)
         assert torch.equal(kept, expected), "records differ from the reference's"
         assert all(torch.equal(a.cpu(), b) for a, b in zip(few, other, strict=True)), "rows differ from the reference's"
 
