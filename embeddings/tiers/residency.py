@@ -273,17 +273,19 @@ class Residency:
             # those before it have not come, and may: to the window this is a batch that nobody announced
             self.withdraw(announced)
         self._forget_withdrawn()
-        moves, counts = self._make_room(found)
         hits = found.hits
+        scoring, most = scoring_of(self.policy, self.batch + 1, self._base)
+        given = None
+        if not scoring.kind or self._state.loops is None:
+            try:
+                given = self._scores(found)
+            except BaseException:
+                steps.forget(self._state, found)
+                raise
+        moves, counts = self._make_room(found)
         slots = torch.cat([hits, moves.slots]) if moves.slots.shape[0] else hits.clone()
         self.batch += 1
         comes = announced is not None and announced.is_pending
-        scoring, most = scoring_of(self.policy, self.batch, self._base)
-        given = None
-        if not scoring.kind or self._state.loops is None:
-            given = self._score[slots]
-            given[hits.shape[0] :] = 0
-            given = self.policy(given, self.batch).to(torch.int64)
         steps.use(self._state, hits, slots, scoring, given, keeps=bool(window.batches) and not comes)
         if most is None:
             assert given is not None
@@ -300,6 +302,18 @@ class Residency:
         lease = Lease(slots, moves, torch.cat([found.counts, counts], dim=1))
         self.leases.append(lease)
         return lease
+
+    def _scores(self, found: Found) -> Tensor:
+        """What the policy gives the slots of a batch, before anything moves: it may be a user's, and fail."""
+        before = torch.cat([self._score[found.hits], self._score.new_zeros(found.missing.shape[0])])
+        given: object = self.policy(before, self.batch + 1)
+        if not isinstance(given, Tensor) or given.shape != before.shape or given.dtype.is_floating_point:
+            what = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else repr(given)
+            raise TypeError(
+                f"tables {[table.name for table in self.tables]}: their policy must give integer scores"
+                f" {list(before.shape)}, as many as it was given, not {what}"
+            )
+        return given.to(self._score)
 
     def _make_room(self, found: Found) -> tuple[Moves, Tensor]:
         """What moves, and fresh rows and saves [T, 2] by table."""

@@ -1,0 +1,90 @@
+"""Policies and backings of users that fail or are none: an error that says so, and rows are never wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    RowWiseAdagrad,
+    apply_optimizer_in_backward,
+    checkpoint,
+    tiered,
+)
+from shardwise.planner.layout import Tier
+
+ROWS, STEPS = 50, 30
+
+
+def tables() -> Any:
+    torch.manual_seed(0)
+    ebc = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, 4, "t", feature_names=["f"])])
+    apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
+    return ebc
+
+
+def batch(step: int) -> KeyedJaggedTensor:
+    ids = torch.randint(ROWS, (8,), generator=torch.Generator().manual_seed(step))
+    return KeyedJaggedTensor(["f"], ids, lengths=torch.full((4,), 2))
+
+
+def train_beside_whole(model: Any) -> list[Exception]:
+    """What steps raised, of a model whose other steps have the bits of tables that are on the device as a whole."""
+    whole, errors = tables(), []
+    for step in range(STEPS):
+        try:
+            out = model(batch(step)).values()
+        except Exception as error:
+            # the leases of the step end with its frames
+            errors.append(error.with_traceback(None))
+            continue
+        expected = whole(batch(step)).values()
+        assert torch.equal(out, expected), step
+        for result in (out, expected):
+            result.square().sum().backward()
+    rows = checkpoint.full_state_dict(model)["embedding_bags.t.weight"]
+    assert torch.equal(rows, whole.embedding_bags["t"].weight)
+    return errors
+
+
+def fail(scores: Tensor, batch: int) -> Tensor:
+    raise ValueError("this policy fails")
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "match"),
+    [
+        (fail, ValueError, "this policy fails"),
+        (lambda s, b: s[:1], TypeError, r"tables \['t'\]: their policy must give integer scores \[\d\].*int64 \[1\]"),
+        (lambda s, b: s.new_zeros(0), TypeError, r"integer scores"),
+        (lambda s, b: s.float() + 0.5, TypeError, r"not torch.float32"),
+        (lambda s, b: None, TypeError, "not None"),
+    ],
+    ids=["raises", "too few", "none at all", "floats", "no tensor"],
+)  # fmt: skip
+def test_a_policy_that_fails_changes_no_row(
+    answer: Callable[[Tensor, int], Any], kind: type[Exception], match: str
+) -> None:
+    """Rows had their slots by then and never came there: later batches looked up what other rows had left.
+
+    Scores that were too few were read past their end, which ended the process.
+    """
+    calls = 0
+
+    def policy(scores: Tensor, number: int) -> Any:
+        nonlocal calls
+        calls += 1
+        return answer(scores, number) if calls % 5 == 4 else torch.full_like(scores, number)
+
+    errors = train_beside_whole(tiered(tables(), {"t": Tier(10, policy=policy)}))
+    assert len(errors) == STEPS // 5
+    for error in errors:
+        with pytest.raises(kind, match=match):
+            raise error
