@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.kernels import move_rows
 from shardwise.kernels.rows import Lookups
 
-from .backing import Backing, HostRecords
+from .backing import Backing, HostRecords, records_here
 from .curves import TraceCurves
 from .policies import Policy, lru
 from .records import RecordLayout
@@ -152,6 +152,12 @@ class CachedRows:
             spec.below(shape.rows, layout.bytes) if shape.rows else HostRecords(1, layout.bytes)
             for spec, shape, layout in zip(self.specs, group.tables, self.layouts, strict=True)
         ]
+        for shape, below in zip(group.tables, self.below, strict=True):
+            if not isinstance(below, Backing):
+                raise TypeError(
+                    f"table {shape.name!r}: what its tier has below makes a {type(below).__name__}, which is no"
+                    " Backing: it needs read, write, grow and close"
+                )
         for counts, layout in zip(self.counts, self.layouts, strict=True):
             counts.record_bytes = layout.bytes
 
@@ -282,7 +288,7 @@ class CachedRows:
             slots = part.slots - span.first_slot
             saves = torch.where(part.saves >= 0, part.saves - span.first_row, -1)
             from_below = torch.where(part.fresh, -1, part.loads - span.first_row)
-            records: Tensor | None = getattr(below, "records", None)
+            records = records_here(below)
             if records is not None:
                 move_rows(parts, records, slots, saves, from_below)
             else:
@@ -457,7 +463,7 @@ class CachedRows:
 
     def _read_below(self, table: int, rows: Tensor, places: Tensor, records: Tensor) -> None:
         below = self.below[table]
-        held: Tensor | None = getattr(below, "records", None)
+        held = records_here(below)
         if held is not None:
             records[places] = held[rows]
         elif places.numel() == records.shape[0]:
@@ -512,7 +518,7 @@ class CachedRows:
         for view, given in zip(views, parts, strict=True):
             if given is not None:
                 view.copy_(given[away.to(given.device)])
-        held: Tensor | None = getattr(below, "records", None)
+        held = records_here(below)
         if held is not None:
             held[absent] = records
         else:

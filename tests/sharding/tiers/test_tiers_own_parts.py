@@ -88,3 +88,44 @@ def test_a_policy_that_fails_changes_no_row(
     for error in errors:
         with pytest.raises(kind, match=match):
             raise error
+
+
+class Dict:
+    """The obvious backing: bytes by row. It may have an attribute of any name."""
+
+    def __init__(self, record_bytes: int, records: object = None) -> None:
+        self.bytes, self.held, self.records = record_bytes, dict[int, Tensor](), records
+
+    def read(self, rows: Tensor, out: Tensor) -> None:
+        for place, row in enumerate(rows.tolist()):
+            out[place] = self.held.get(row, torch.zeros(self.bytes, dtype=torch.uint8))
+
+    def write(self, rows: Tensor, records: Tensor) -> None:
+        self.held.update(zip(rows.tolist(), records.clone(), strict=True))
+
+    def grow(self, rows: int) -> None:
+        """Rows that were never written need no room."""
+
+    def close(self) -> None:
+        self.held.clear()
+
+
+@pytest.mark.parametrize("records", [{}, [], 0, torch.zeros(ROWS, 64, dtype=torch.uint8)], ids=type)
+def test_what_a_backing_of_ones_own_calls_records_is_its_own(records: object) -> None:
+    """It was taken for rows in memory: moved around `read` and `write`, or an error about the dtype of a dict."""
+    made: list[Dict] = []
+
+    def below(table: str, rows: int, record_bytes: int) -> Dict:
+        made.append(Dict(record_bytes, records))
+        return made[-1]
+
+    assert not train_beside_whole(tiered(tables(), {"t": Tier(10, below=below)}))
+    assert len(made[0].held) == ROWS
+    assert not isinstance(records, Tensor) or not records.any()
+
+
+@pytest.mark.parametrize("made", [None, {}, object()], ids=["nothing", "a dict", "an object"])
+def test_what_is_no_backing_is_refused_by_name(made: object) -> None:
+    """Was an AttributeError that named no table."""
+    with pytest.raises(TypeError, match=rf"table 't': what its tier has below makes a {type(made).__name__}, .* read"):
+        tiered(tables(), {"t": Tier(10, below=lambda table, rows, record_bytes: made)})
