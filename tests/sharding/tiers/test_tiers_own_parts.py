@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import error_of, run_ranks, world_group
 from torch import Tensor
 
 from shardwise import (
@@ -14,11 +16,14 @@ from shardwise import (
     EmbeddingBagConfig,
     KeyedJaggedTensor,
     RowWiseAdagrad,
+    ShardingEnv,
     apply_optimizer_in_backward,
     checkpoint,
     tiered,
 )
-from shardwise.planner.layout import Tier
+from shardwise.planner import layout
+from shardwise.planner.layout import TableOptions, Tier
+from shardwise.sharding import ShardedEmbeddingBagCollection
 
 ROWS, STEPS = 50, 30
 
@@ -95,12 +100,15 @@ class Dict:
 
     def __init__(self, record_bytes: int, records: object = None) -> None:
         self.bytes, self.held, self.records = record_bytes, dict[int, Tensor](), records
+        self.fails = False
 
     def read(self, rows: Tensor, out: Tensor) -> None:
         for place, row in enumerate(rows.tolist()):
             out[place] = self.held.get(row, torch.zeros(self.bytes, dtype=torch.uint8))
 
     def write(self, rows: Tensor, records: Tensor) -> None:
+        if self.fails:
+            raise OSError(5, "Input/output error")
         self.held.update(zip(rows.tolist(), records.clone(), strict=True))
 
     def grow(self, rows: int) -> None:
@@ -129,3 +137,31 @@ def test_what_is_no_backing_is_refused_by_name(made: object) -> None:
     """Was an AttributeError that named no table."""
     with pytest.raises(TypeError, match=rf"table 't': what its tier has below makes a {type(made).__name__}, .* read"):
         tiered(tables(), {"t": Tier(10, below=lambda table, rows, record_bytes: made)})
+
+
+def one_disk_is_full(when: str) -> str:
+    """What a rank says of tables whose rows lie nowhere on rank 1; the process group goes on."""
+
+    def below(table: str, rows: int, record_bytes: int) -> Dict:
+        backing, fails = Dict(record_bytes), dist.get_rank() == 1
+        if fails and when == "made":
+            raise OSError(28, "No space left on device")
+        backing.fails = fails
+        return backing
+
+    options = {"t": TableOptions(tier=Tier(10, max_slots=1.0, below=below))}
+    shards = layout.row_wise("t", ROWS, 4, [0, 1])
+    said = error_of(
+        ShardedEmbeddingBagCollection, tables(), shards, ShardingEnv.from_process_group(world_group()),
+        torch.device("cpu"), default_optimizer=(torch.optim.SGD, {"lr": 0.1}), options=options,
+    )  # fmt: skip
+    dist.barrier()
+    return said
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("when", "number"), [("made", 28), ("filled", 5)])
+def test_rows_that_have_no_place_on_one_rank_are_an_error_of_all(when: str, number: int) -> None:
+    """The others waited for its first rows until the group's timeout, half an hour, as long as its process lived."""
+    other, failing = run_ranks(2, one_disk_is_full, when, timeout=20.0)
+    assert failing == f"OSError: {number}" and other.startswith(f"RuntimeError: rank 1: OSError: [Errno {number}]")
