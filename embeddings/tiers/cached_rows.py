@@ -106,6 +106,13 @@ class CacheLease:
     rows: Lease
 
 
+@dataclass(eq=False)
+class AnnouncedBatch:
+    """What a store was told of a batch; it is withdrawn once nobody has this."""
+
+    batch: Announced
+
+
 class CachedRows:
     """A `RowStore` that brings rows to slots and back. Needs a group whose tables have `slots`.
 
@@ -177,10 +184,13 @@ class CachedRows:
 
     # ---- batches
 
-    def announce(self, ids: Tensor, offsets: Tensor) -> Announced:
+    def announce(self, ids: Tensor, offsets: Tensor) -> AnnouncedBatch:
         """As `LookaheadStore.announce`."""
         with self._turns.turn():
-            return self.residency.announce_ids(ids, offsets, self._lookups())
+            announced = AnnouncedBatch(self.residency.announce_ids(ids, offsets, self._lookups()))
+        # a pipeline that is dropped says nothing of the batches that it had under way
+        weakref.finalize(announced, _forget, weakref.ref(self), announced.batch).atexit = False
+        return announced
 
     def _lookups(self) -> Lookups:
         """Features by the numbers of rows; made anew where slots or memory have moved."""
@@ -196,14 +206,14 @@ class CachedRows:
             self._lookups_now, self._made_of = Lookups(features, *numbers), (features, residency.tables)
         return self._lookups_now
 
-    def withdraw(self, announced: Announced) -> None:
+    def withdraw(self, announced: AnnouncedBatch) -> None:
         """As `LookaheadStore.withdraw`."""
         with self._turns.turn():
-            self.residency.withdraw(announced)
+            self.residency.withdraw(announced.batch)
 
     @torch.no_grad()
     def resolve(
-        self, ids: Tensor, offsets: Tensor, step: Tensor, announced: Announced | None = None
+        self, ids: Tensor, offsets: Tensor, step: Tensor, announced: AnnouncedBatch | None = None
     ) -> tuple[Tensor, CacheLease]:
         """As `RowStore.resolve`; the rows are in their slots once `ready` was called.
 
@@ -211,14 +221,15 @@ class CachedRows:
             NoFreeSlots: leases hold too many slots.
             TooManyRows: the batch alone wants more rows of a table than it may have slots.
         """
+        batch = None if announced is None else announced.batch
         with self._turns.turn():
-            if announced is not None:
-                self._turns.keep(announced.rows)
+            if batch is not None:
+                self._turns.keep(batch.rows)
             try:
-                slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), announced)
+                slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), batch)
             except TooFewSlots as error:
                 self._grow(error.needed)
-                slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), announced)
+                slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), batch)
             self._resolved += 1
             held = CacheLease(self._resolved, lease)
             # where no backward comes and nobody says so, the rows may go once nobody has what was looked up
@@ -605,3 +616,10 @@ def _abandon(store: weakref.ref[CachedRows], number: int, lease: Lease) -> None:
     cached = store()
     if cached is not None:
         cached._turns.soon(partial(cached._release, number, lease, changed=False))
+
+
+def _forget(store: weakref.ref[CachedRows], batch: Announced) -> None:
+    """Withdraw a batch that nobody has under way any more."""
+    cached = store()
+    if cached is not None and batch.is_pending:
+        cached._turns.soon(partial(cached.residency.withdraw, batch))
