@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -208,7 +209,7 @@ class Tier:
             value = getattr(self, what)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ValueError(f"Tier: {what} must be a positive number of rows or a share of them, got {value!r}")
             if isinstance(value, float) and value > 1:
                 raise ValueError(f"Tier: {what} as a float is a share of the rows, at most 1.0, got {value!r}")
@@ -216,12 +217,18 @@ class Tier:
             raise ValueError(f"Tier: below must be one of {list(TIERS_BELOW)} or a function, got {self.below!r}")
         if self.below == "file" and self.folder is None:
             raise ValueError("Tier: below='file' takes a folder for its scratch files, one on a local disk")
+        if isinstance(self.folder, os.PathLike):
+            object.__setattr__(self, "folder", os.fspath(self.folder))
+        if self.folder is not None and (not isinstance(self.folder, str) or not self.folder or "\0" in self.folder):
+            raise ValueError(f"Tier: folder must be the path of one, got {self.folder!r}")
         if self.below != "file" and (self.folder is not None or self.ram_rows is not None):
             raise ValueError(f"Tier: folder and ram_rows are of below='file', got below={self.below!r}")
         if not callable(self.policy) and self.policy not in CACHE_POLICIES:
             raise ValueError(f"Tier: policy must be one of {list(CACHE_POLICIES)} or a function, got {self.policy!r}")
-        if not isinstance(self.half_life, int) or self.half_life < 1:
-            raise ValueError(f"Tier: half_life must be a positive number of batches, got {self.half_life!r}")
+        if type(self.half_life) is not int or not 0 < self.half_life < 2**31:
+            raise ValueError(
+                f"Tier: half_life must be a positive number of batches, below 2^31, got {self.half_life!r}"
+            )
 
     @staticmethod
     def rows_of(given: int | float | None, rows: int, share: float = 1.0) -> int | None:

@@ -125,6 +125,11 @@ class HostRecords:
         return records, weakref.finalize(self, _unpin, _pin(records) if self.pinned else None)
 
 
+def records_here(below: Backing) -> Tensor | None:
+    """Records that are moved in place, not by calls; what a backing of a user names `records` is its own affair."""
+    return below.records if isinstance(below, HostRecords) else None
+
+
 # not shared with processes that are forked
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.kernels import move_rows
 from shardwise.kernels.rows import Lookups
 
-from .backing import Backing, HostRecords
+from .backing import Backing, HostRecords, records_here
 from .curves import TraceCurves
 from .fetched import Fetched
 from .policies import Policy, lru
@@ -108,6 +108,13 @@ class CacheLease:
     rows: Lease
 
 
+@dataclass(eq=False)
+class AnnouncedBatch:
+    """What a store was told of a batch; it is withdrawn once nobody has this."""
+
+    batch: Announced
+
+
 class CachedRows:
     """A `RowStore` that brings rows to slots and back. Needs a group whose tables have `slots`.
 
@@ -156,6 +163,12 @@ class CachedRows:
             spec.below(shape.rows, layout.bytes) if shape.rows else HostRecords(1, layout.bytes)
             for spec, shape, layout in zip(self.specs, group.tables, self.layouts, strict=True)
         ]
+        for shape, below in zip(group.tables, self.below, strict=True):
+            if not isinstance(below, Backing):
+                raise TypeError(
+                    f"table {shape.name!r}: what its tier has below makes a {type(below).__name__}, which is no"
+                    " Backing: it needs read, write, grow and close"
+                )
         for counts, layout in zip(self._counts, self.layouts, strict=True):
             counts.record_bytes = layout.bytes
 
@@ -181,10 +194,13 @@ class CachedRows:
 
     # ---- batches
 
-    def announce(self, ids: Tensor, offsets: Tensor) -> Announced:
+    def announce(self, ids: Tensor, offsets: Tensor) -> AnnouncedBatch:
         """As `LookaheadStore.announce`."""
         with self._turns.turn():
-            return self.residency.announce_ids(ids, offsets, self._lookups())
+            announced = AnnouncedBatch(self.residency.announce_ids(ids, offsets, self._lookups()))
+        # a pipeline that is dropped says nothing of the batches that it had under way
+        weakref.finalize(announced, _forget, weakref.ref(self), announced.batch).atexit = False
+        return announced
 
     def _lookups(self) -> Lookups:
         """Features by the numbers of rows; made anew where slots or memory have moved."""
@@ -200,14 +216,14 @@ class CachedRows:
             self._lookups_now, self._made_of = Lookups(features, *numbers), (features, residency.tables)
         return self._lookups_now
 
-    def withdraw(self, announced: Announced) -> None:
+    def withdraw(self, announced: AnnouncedBatch) -> None:
         """As `LookaheadStore.withdraw`."""
         with self._turns.turn():
-            self.residency.withdraw(announced)
+            self.residency.withdraw(announced.batch)
 
     @torch.no_grad()
     def resolve(
-        self, ids: Tensor, offsets: Tensor, step: Tensor, announced: Announced | None = None
+        self, ids: Tensor, offsets: Tensor, step: Tensor, announced: AnnouncedBatch | None = None
     ) -> tuple[Tensor, CacheLease]:
         """As `RowStore.resolve`; the rows are in their slots once `ready` was called.
 
@@ -215,14 +231,15 @@ class CachedRows:
             NoFreeSlots: leases hold too many slots.
             TooManyRows: the batch alone wants more rows of a table than it may have slots.
         """
+        batch = None if announced is None else announced.batch
         with self._turns.turn():
-            if announced is not None:
-                self._turns.keep(announced.rows)
+            if batch is not None:
+                self._turns.keep(batch.rows)
             try:
-                slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), announced)
+                slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), batch)
             except TooFewSlots as error:
                 self._grow(error.needed)
-                slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), announced)
+                slots, lease = self.residency.want_ids(ids, offsets, self._lookups(), batch)
             self._resolved += 1
             held = CacheLease(self._resolved, lease)
             # where no backward comes and nobody says so, the rows may go once nobody has what was looked up
@@ -290,7 +307,7 @@ class CachedRows:
         for t, moves in self._by_table(lease.rows):
             span, is_lazy = self.residency.tables[t], self.specs[t].fresh is not None
             from_below = torch.where(moves.fresh, -1, moves.loads) if is_lazy else moves.loads
-            records: Tensor | None = getattr(self.below[t], "records", None)
+            records = records_here(self.below[t])
             if records is not None:
                 numbers = moves.slots, moves.saves, from_below
                 move_rows(self._parts(t), records, *numbers, span.first_slot, span.first_row)
@@ -489,7 +506,7 @@ class CachedRows:
 
     def _read_below(self, table: int, rows: Tensor, places: Tensor, records: Tensor) -> None:
         below = self.below[table]
-        held: Tensor | None = getattr(below, "records", None)
+        held = records_here(below)
         if held is not None:
             records[places] = held[rows]
         elif places.numel() == records.shape[0]:
@@ -544,7 +561,7 @@ class CachedRows:
         for view, given in zip(views, parts, strict=True):
             if given is not None:
                 view.copy_(given[away.to(given.device)])
-        held: Tensor | None = getattr(below, "records", None)
+        held = records_here(below)
         if held is not None:
             held[absent] = records
         else:
@@ -632,3 +649,10 @@ def _abandon(store: weakref.ref[CachedRows], number: int, lease: Lease) -> None:
     cached = store()
     if cached is not None:
         cached._turns.soon(partial(cached._release, number, lease, changed=False))
+
+
+def _forget(store: weakref.ref[CachedRows], batch: Announced) -> None:
+    """Withdraw a batch that nobody has under way any more."""
+    cached = store()
+    if cached is not None and batch.is_pending:
+        cached._turns.soon(partial(cached.residency.withdraw, batch))

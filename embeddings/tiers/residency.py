@@ -30,7 +30,6 @@ from shardwise.kernels.rows import (
     Found,
     Lookups,
     Marks,
-    Scoring,
     Scratch,
     SlotTables,
     Victims,
@@ -303,18 +302,19 @@ class Residency:
 
     def _hold(self, found: Found, announced: Announced | None) -> Lease:
         comes = self._has_come(announced)
-        moves, counts = self._make_room(found)
         hits = found.hits
+        scoring, most = scoring_of(self.policy, self.batch + 1, self._base)
+        given = None
+        if most is None:
+            try:
+                given = self._scores(hits, found.missing.shape[0])
+            except BaseException:
+                steps.forget(self._state, found)
+                raise
+            most = int(given.max()) if given.shape[0] else 0
+        moves, counts = self._make_room(found)
         slots = torch.cat([hits, moves.slots]) if moves.slots.shape[0] else hits.clone()
         self.batch += 1
-        scoring, most = scoring_of(self.policy, self.batch, self._base)
-        given = None
-        if not scoring.kind:
-            given = self._score[slots]
-            given[hits.shape[0] :] = 0
-            given = self.policy(given, self.batch).to(torch.int64)
-            most = int(given.max()) if given.shape[0] else 0
-        assert most is not None
         steps.use(self._state, hits, slots, scoring, given, keeps=bool(self._window.batches) and not comes)
         lease = Lease(slots, moves, torch.cat([found.counts, counts], dim=1))
         return self._held(lease, announced, most, comes=comes)
@@ -354,25 +354,25 @@ class Residency:
         """As `want_ids`; nobody waits for the device where the batch fits for sure."""
         comes, marks = self._has_come(announced), self._kept_marks()
         most_rows = self._most_rows(ids, offsets, lookups, announced)
+        scoring, most = scoring_of(self.policy, self.batch + 1, self._base)
+        hits = given = None
+        if most is None:
+            # host sync on CUDA: a function of users is asked before anything moves, and may give any scores
+            hits, missing = steps.find_wanted(self._state, marks, ids, offsets, lookups)
+            given = self._scores(hits, missing)
+            most = int(given.max()) if given.shape[0] else 0
         self.batch += 1
-        scoring, most = scoring_of(self.policy, self.batch, self._base)
         keeps = bool(self._window.batches) and not comes
         wanted = steps.want(self._state, marks, ids, offsets, lookups, scoring, keeps=keeps)
         moves = Moves(wanted.slots[ids.shape[0] :], wanted.saves, wanted.rows, wanted.fresh)
         lease = Lease(wanted.slots, moves, wanted.counts.t(), most_rows)
-        if most is None:
-            most = self._score_by_function(lease.held(), scoring, keeps=keeps)
+        if hits is not None and given is not None:
+            slots = torch.cat([hits, moves.slots[moves.slots >= 0]])
+            keys = steps.key_of(given, scoring.base)
+            if keeps:
+                keys = torch.where(self._key[slots] > SCORES + EMPTY_KEYS, self._key[slots], keys)
+            self._score[slots], self._key[slots] = given, keys
         return wanted.places, self._held(lease, announced, most, comes=comes)
-
-    def _score_by_function(self, slots: Tensor, scoring: Scoring, *, keeps: bool) -> int:
-        """Score the slots of a batch by a function of users; the highest score."""
-        given = self.policy(self._score[slots], self.batch).to(torch.int64)
-        keys = steps.key_of(given, scoring.base)
-        if keeps:
-            keys = torch.where(self._key[slots] > SCORES + EMPTY_KEYS, self._key[slots], keys)
-        self._score[slots], self._key[slots] = given, keys
-        # host sync on CUDA: a function of users may give any scores
-        return int(given.max()) if given.shape[0] else 0
 
     def _most_rows(self, ids: Tensor, offsets: Tensor, lookups: Lookups, announced: Announced | None) -> Sequence[int]:
         """By table, in their order, the distinct rows that a batch wants at most; there is room for them.
@@ -400,6 +400,19 @@ class Residency:
         if lacking:
             raise TooFewSlots(lacking)
         return most
+
+    def _scores(self, hits: Tensor, missing: int) -> Tensor:
+        """What the policy gives the slots [H] of a batch, and as many as are missing, before anything moves: it may be
+        a user's, and fail."""
+        before = torch.cat([self._score[hits], self._score.new_zeros(missing)])
+        given: object = self.policy(before, self.batch + 1)
+        if not isinstance(given, Tensor) or given.shape != before.shape or given.dtype.is_floating_point:
+            what = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else repr(given)
+            raise TypeError(
+                f"tables {[table.name for table in self.tables]}: their policy must give integer scores"
+                f" {list(before.shape)}, as many as it was given, not {what}"
+            )
+        return given.to(self._score)
 
     def _make_room(self, found: Found) -> tuple[Moves, Tensor]:
         """What moves, and fresh rows and saves [T, 2] by table."""

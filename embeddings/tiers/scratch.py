@@ -32,6 +32,11 @@ _HOLDER_BYTES = 512
 # past what says who holds it: on Windows nobody reads what is locked
 _LOCKED_BYTE = 1 << 20
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+# a folder that cannot be one of scratch files
+_NO_FOLDER = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.ELOOP,
+    errno.ENAMETOOLONG,
+)  # fmt: skip
 _HELD_BY_OTHERS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK)
 
 # by path: its lock and how many scratch files of this process need it
@@ -58,7 +63,12 @@ class ScratchFile:
         except OSError as error:
             self.fail(error, "the folder cannot be made")
         self._require_space(nbytes)
-        lock = _take_lock(self.folder, name)
+        try:
+            lock = _take_lock(self.folder, name)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            self.fail(error, "its lock in the folder cannot be taken")
         try:
             # has no name, or goes when it is closed: a process that is killed leaves nothing
             self._file = tempfile.TemporaryFile(dir=self.folder, prefix="shardwise-", buffering=0)  # noqa: SIM115
@@ -122,7 +132,7 @@ class ScratchFile:
             )
         if number == errno.EFBIG:
             return f"It needs {_gib(self.nbytes)}, which `ulimit -f` or the file system does not allow in one file"
-        if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if number in _NO_FOLDER:
             return "Choose a folder that this process may write"
         return "Its rows are lost: look at the disk, or choose another folder, and start again from the last checkpoint"
 

@@ -1,7 +1,7 @@
 """Where rows lie that do not all fit the device: moves between slots and records, victims, first values, recency."""
 
 from .move_rows import layout_of
-from .on_device import Marks, announced_rows, count_wanted, want
+from .on_device import Marks, announced_rows, count_wanted, find_wanted, want
 from .residency import (
     Found,
     Lookups,
@@ -46,6 +46,7 @@ __all__ = [
     "expect",
     "find_ids",
     "find_rows",
+    "find_wanted",
     "forget",
     "key_of",
     "layout_of",

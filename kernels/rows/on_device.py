@@ -92,10 +92,27 @@ def want(
     return Wanted(places, slots, rows, saves, fresh, counts)
 
 
+def find_wanted(state: SlotTables, marks: Marks, ids: Tensor, offsets: Tensor, lookups: Lookups) -> tuple[Tensor, int]:
+    """The slots [H] of rows of a batch that have some, and how many rows have none; nothing changes."""
+    counts = _look(state, marks, ids, offsets, lookups)
+    # host sync on CUDA: the caller asked
+    return (marks.used == marks.turn).nonzero().squeeze(1), int(counts[1].sum())
+
+
 def count_wanted(
     state: SlotTables, marks: Marks, ids: Tensor, offsets: Tensor, lookups: Lookups
 ) -> tuple[list[int], list[int]]:
     """For each table the distinct rows of a batch, and the slots that would do: its, and those that are held."""
+    counts = _look(state, marks, ids, offsets, lookups)
+    taken = ((state.held > 0) | (marks.used == marks.turn)).long().cumsum(0)
+    taken = torch.cat([taken.new_zeros(1), taken])[state.slot_borders].diff()
+    # host sync on CUDA: the caller asked
+    rows, needed = torch.stack([counts.sum(0), taken + counts[1]]).tolist()
+    return rows, needed
+
+
+def _look(state: SlotTables, marks: Marks, ids: Tensor, offsets: Tensor, lookups: Lookups) -> Tensor:
+    """Counts [2, T] of rows that have slots and that have none; the marks have this turn's slots."""
     tables = state.row_borders.shape[0] - 1
     counts, tallies = marks.zeros(2 * tables)
     counts = counts.view(2, tables)
@@ -105,11 +122,7 @@ def count_wanted(
         state.score, state.key, marks.bits, tallies, counts, marks.used[:0], marks.turn, 0, 0, 0, False, False,
     )  # fmt: skip
     list_rows(marks.bits, tallies, ids.shape[0])
-    taken = ((state.held > 0) | (marks.used == marks.turn)).long().cumsum(0)
-    taken = torch.cat([taken.new_zeros(1), taken])[state.slot_borders].diff()
-    # host sync on CUDA: the caller asked
-    rows, needed = torch.stack([counts.sum(0), taken + counts[1]]).tolist()
-    return rows, needed
+    return counts
 
 
 def announced_rows(

@@ -489,7 +489,10 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
 
         With `all_tables` also those of tables that every rank holds, which `finish` looks up itself otherwise: it then
         sees no update that comes in between. A gradient of per-id weights is of the rows as they are in the backward.
+        Nothing either for a batch that left under another plan: its forward routes it anew.
         """
+        if self.shards.is_stale(step):
+            return
         if all_tables and step.dense_rows is None:
             if self._routes.replicas:
                 self._look_up_replicas(step)
@@ -542,8 +545,8 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
     def drop(self, step: Step) -> None:
         """Let a batch go that no forward will take: what travels is waited for, its rows may leave their slots."""
         step.settle()
-        if step.receiving.routes is not self._routes:
-            # of another plan: what held its rows went with that
+        if self.shards.is_stale(step):
+            # what held its rows went with that
             step.leases, step.announced, step.renewals = {}, {}, {}
         # its rows went to other ids, whether it is looked up or not
         self.shards.renew(step)

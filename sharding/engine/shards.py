@@ -6,11 +6,11 @@ Letters as in routes.py.
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -53,8 +53,16 @@ class LocalShards:
         self._asked = [g for g in asked if not self.parts[g].is_replica], asked
         # whether a batch may want more rows on some rank than have slots there; all ranks know
         self.may_lack_slots = _may_lack_slots(routes)
-        # steps whose rows were brought ahead of their lookup, the oldest first
-        self._prefetched: deque[Step] = deque()
+        # steps whose rows were brought ahead of their lookup, the oldest first, as long as somebody has them under way
+        self._prefetched: WeakKeyDictionary[Step, None] = WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # batches that are under way are none of a copy's
+        return {**self.__dict__, "_prefetched": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prefetched = WeakKeyDictionary()
 
     def translate(self, step: Step, id_maps: Mapping[str, IdMap]) -> None:
         """Replace the ids that came for tables with an id map by their rows."""
@@ -97,8 +105,10 @@ class LocalShards:
         What has room stays, and a later call, or the lookup, asks for the rest. `forward_stream` is where the lookup
         will be, if that is another stream than the current one: stores that know nothing of streams are called there.
         """
-        if step not in self._prefetched:
-            self._prefetched.append(step)
+        if self.is_stale(step):
+            # its forward routes it anew
+            return True
+        self._prefetched.setdefault(step, None)
         for g in self._asked[step.update]:
             if g in step.leases:
                 continue
@@ -114,11 +124,17 @@ class LocalShards:
 
     def announce(self, step: Step) -> None:
         """Tell the stores of a batch whose ids are here, and which will be looked up after those announced before."""
+        if self.is_stale(step):
+            return
         for g in self._asked[step.update]:
             group = self.tables.groups[g]
             if group.lookahead is not None and g not in step.announced:
                 ids, offsets, _ = self._inputs(step, g)
                 step.announced[g] = group.lookahead.announce(ids, offsets)
+
+    def is_stale(self, step: Step) -> bool:
+        """Whether a step left under another plan."""
+        return step.receiving.routes is not self.routes
 
     def withdraw(self, step: Step) -> None:
         """Tell the stores that a batch that was announced will not be looked up."""
@@ -134,7 +150,7 @@ class LocalShards:
             try:
                 return look_up()
             except NoFreeSlots:
-                ahead = ((one, g) for one in reversed(self._prefetched) for g in one.leases)
+                ahead = ((one, g) for one in reversed([*self._prefetched]) for g in one.leases)
                 holder = next(((one, g) for one, g in ahead if self.tables.groups[g] is group), None)
                 if holder is None:
                     raise
@@ -162,8 +178,7 @@ class LocalShards:
         if step.renewals:
             self.renew(step)
         prefetched, step.leases = step.leases, {}
-        if step in self._prefetched:
-            self._prefetched.remove(step)
+        self._prefetched.pop(step, None)
         for g in self._asked[step.update]:
             group, part, (ids, offsets, factors) = groups[g], self.parts[g], self._inputs(step, g)
             try:
@@ -351,8 +366,7 @@ class LocalShards:
 
     def release(self, step: Step, *, changed: bool) -> None:
         """Let the slots of a step go, after its update or, not `changed`, where none came."""
-        if step in self._prefetched:
-            self._prefetched.remove(step)
+        self._prefetched.pop(step, None)
         for g, (_, lease) in step.leases.items():
             group = self.tables.groups[g]
             if changed:

@@ -28,7 +28,8 @@ from shardwise.embeddings.tiers import CachedRows
 from shardwise.kernels import numba_loops, rule_named
 
 from ...planner.layout import Shard, TableOptions
-from ..comms.agreement import MAY_DIFFER
+from ..comms.agreement import MAY_DIFFER, exchange_device
+from ..comms.consensus import STEP_ERRORS, all_or_error
 from ..comms.exchange import Exchange
 from .routes import Group, Routes, Serving, Table
 from .settings import dtype_named
@@ -196,20 +197,9 @@ class LocalTables:
         exchange.broadcast(drawn)
         return dict(zip(lazy, drawn.tolist(), strict=True))
 
-    @torch.no_grad()
-    def adopt(self, module: Collection, marks: Sequence[Mark | None], exchange: Exchange) -> None:
-        """Take over the module's weights (or initialise what was on meta); replicas become rank 0's.
-
-        Raises:
-            ValueError: shards of a table on this rank are no matrix.
-        """
-        given = {
-            config.name: (config, weight)
-            for config, weight in zip(module._configs, module._own_parameters(), strict=True)
-        }
-        self.parameters = {name: nn.Parameter(self._empty, weight.requires_grad) for name, (_, weight) in given.items()}
+    def _fill(self, given: Mapping[str, tuple[Any, Tensor]], seeds: Mapping[str, int]) -> None:
+        """Give this rank's shards their first rows, of the module's weights or, where these are on meta, made here."""
         self.attach_stores()
-        seeds = self._seeds_of(list(given.values()), exchange)
         for shard, group, number in self.homes:
             config, weight = given[shard.table]
             if isinstance(group.store, CachedRows):
@@ -223,6 +213,30 @@ class LocalTables:
                 view.copy_(weight[slice(*shard.rows), slice(*shard.cols)])
             elif config.init_fn is not None and view.numel() and not view.is_meta:
                 config.init_fn(view)
+
+    @torch.no_grad()
+    def adopt(self, module: Collection, marks: Sequence[Mark | None], exchange: Exchange) -> None:
+        """Take over the module's weights (or initialise what was on meta); replicas become rank 0's.
+
+        Raises:
+            ValueError: shards of a table on this rank are no matrix.
+            OSError, MemoryError: what lies below a table with a tier cannot be made. All ranks raise, a RuntimeError
+                where it was another's.
+        """
+        given = {
+            config.name: (config, weight)
+            for config, weight in zip(module._configs, module._own_parameters(), strict=True)
+        }
+        self.parameters = {name: nn.Parameter(self._empty, weight.requires_grad) for name, (_, weight) in given.items()}
+        seeds = self._seeds_of(list(given.values()), exchange)
+        if any(table.options.tier is not None for table in self._routes.tables):
+            # the disk of one rank may be full: the others would wait for its rows
+            fill, errors = partial(self._fill, given, seeds), replace(STEP_ERRORS, keeps_own=True)
+            all_or_error(
+                exchange, exchange_device(exchange.group, self.device), lambda: (fill(), ()), count=0, errors=errors
+            )
+        else:
+            self._fill(given, seeds)
         self._place_parameters()
         for shard, group, number in self.homes:
             if shard.replica and isinstance(group.store, CachedRows):

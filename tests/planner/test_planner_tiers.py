@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,3 +146,27 @@ def test_a_tier_comes_back_from_plain_data() -> None:
     for wrong, message in (({"rows": 1}, "an object of slots"), ([], "an object of slots"), ({"slots": 0}, "positive")):
         with pytest.raises(ValueError, match=message):
             tier_from(wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({what: value, "below": "file", "folder": "x"}, f"Tier: {what} must be a positive number of rows")
+        for what in ("slots", "max_slots", "ram_rows")
+        for value in (0, -1, True, "10", math.nan)
+    ]
+    + [({"below": "file", "folder": folder}, "Tier: folder must be the path of one") for folder in ("", 3, b"x", "a\0")]
+    + [
+        ({"half_life": value}, "Tier: half_life must be a positive number") for value in (0, True, 2.5, math.nan, 2**70)
+    ],
+)
+def test_what_is_no_tier_is_refused_where_it_is_written(given: dict[str, Any], match: str) -> None:
+    """NaN slots failed where tables were made, and a folder of 3 was one: both without a word of `Tier`."""
+    with pytest.raises(ValueError, match=match):
+        Tier(**given)
+
+
+def test_a_folder_may_be_a_path() -> None:
+    """It stood in a plan as an object that no file has."""
+    tier = Tier(5, "file", Path("scratch") / "a")  # type: ignore[arg-type]
+    assert tier == Tier(5, "file", os.path.join("scratch", "a")) and tier_from(plain_tier(tier)) == tier

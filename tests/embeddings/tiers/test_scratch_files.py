@@ -253,3 +253,17 @@ def test_no_file_can_be_where_a_file_is(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match="table 'user': the folder cannot be made: File exists. Choose a folder that"):
         FileRecords(10, BYTES, tmp_path / "file", name="user")
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that was there already gave the system's words for its lock, and neither table nor way out."""
+
+    def refuse(*args: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    # root writes everywhere
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(PermissionError, match="table 'user': its lock .* Permission denied. Choose a folder that"):
+        FileRecords(10, BYTES, tmp_path, name="user")
