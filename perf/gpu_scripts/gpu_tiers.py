@@ -150,6 +150,7 @@ def batches_of(work: Workload, device: str) -> list[KeyedJaggedTensor]:
         a = (low + high) / 2
         drawn = torch.unique((work.rows * torch.rand(count, generator=generator) ** a).long()).numel()
         low, high = (a, high) if drawn > work.distinct else (low, a)
+    a = (low + high) / 2
     lengths = torch.full((work.tables * work.batch,), work.length, device=device)
     keys = [f"t{t}" for t in range(work.tables)]
     draws = [torch.rand(work.tables * count, generator=generator) for _ in range(work.pool)]
