@@ -8,7 +8,8 @@ usage: perf/gpu_check.sh [options of gpu_check.py, as --keep --sections suite]
 
 On this machine's GPU, what answers an open question first: bandwidth and latencies, every op against its reference and
 the gpu tests, a profile by kernel, an A/B of variants, the same bits again and again, the tuner, collectives of one
-card, the regression suite beside the peers that are importable, compute-sanitizer last or after a check that failed.
+card, tables larger than the device beside their goals, the regression suite beside the peers that are importable,
+compute-sanitizer last or after a check that failed.
 Takes under 9.5 minutes; what it had no time for is named, and a second call with --keep --sections does it.
 Writes into ${OUT:-runs/gpu_check}:
   gpu_check.json   all in one: versions, device, and each section's status and numbers; written after every section

@@ -163,6 +163,11 @@ def plain_tier(tier: Tier) -> dict[str, Any] | None:
     return {field.name: plain[field.name] for field in fields(tier) if plain[field.name] != field.default}
 
 
+def plain_tier_text(plain: Mapping[str, Any]) -> str:
+    """A tier of a file as code has it: "Tier(slots=2000, below='file')"."""
+    return f"Tier({', '.join(f'{name}={value!r}' for name, value in plain.items())})"
+
+
 def without_functions(tier: Tier) -> Tier:
     """The tier with names in the place of functions, for a rank that knows these."""
     below = "ram" if callable(tier.below) else tier.below

@@ -1,7 +1,8 @@
 """Tables larger than their device: rows in slots, all others below, with the bits of tables that lie there whole."""
 
 from .backing import Backing, HostRecords
-from .cached_rows import CacheCounts, CachedRows, CacheLease, CacheSpec, TooManyRows
+from .cached_rows import CachedRows, CacheLease, CacheSpec, TooManyRows
+from .counts import CacheCounts
 from .curves import TraceCurves, regret, sizes_between
 from .files import FileRecords
 from .io_queue import IoQueue, Job

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from .backing import Backing, HostRecords
 from .cached_rows import CachedRows
+from .counts import RowCounts
 from .files import FileRecords
 from .ram_cache import RamOverFile
 
@@ -16,7 +17,7 @@ _NAMES: dict[type, str] = {HostRecords: "ram", FileRecords: "file", RamOverFile:
 
 
 @dataclass(frozen=True)
-class CacheMetrics:
+class CacheMetrics(RowCounts):
     """What the cache of a table did, all its shards of a rank together. Rows are distinct ones of a batch.
 
     Attributes:
@@ -42,21 +43,6 @@ class CacheMetrics:
     stalls: int = 0
     grown: int = 0
     bytes_moved: int = 0
-
-    @property
-    def misses(self) -> int:
-        """Rows that had no slot when they were wanted, fresh ones among them."""
-        return self.wanted - self.hits
-
-    @property
-    def loads(self) -> int:
-        """Rows that came from below."""
-        return self.misses - self.fresh
-
-    @property
-    def hit_rate(self) -> float:
-        """Wanted rows that had a slot, of all; 1 where none were wanted."""
-        return self.hits / self.wanted if self.wanted else 1.0
 
     def since(self, before: CacheMetrics) -> CacheMetrics:
         """What happened after `before`; rows and slots are those of now."""

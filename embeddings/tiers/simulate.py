@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardwise.kernels import record_layout, rule_named
 
+from .counts import RowCounts
 from .policies import Policy, policy_named
 from .residency import Announced, Lease, Residency, Span, TooFewSlots, grown_slots
 
@@ -51,7 +52,7 @@ class CacheSetting:
 
 
 @dataclass
-class Simulated:
+class Simulated(RowCounts):
     """What a cache did, in rows.
 
     Args:
@@ -70,16 +71,6 @@ class Simulated:
     stalls: int = 0
     grown: int = 0
     by_batch: list[tuple[int, int, int]] = field(default_factory=list)
-
-    @property
-    def misses(self) -> int:
-        """Rows that had no slot when they were wanted, fresh ones among them."""
-        return self.wanted - self.hits
-
-    @property
-    def hit_rate(self) -> float:
-        """Of all rows that were wanted; 1 where none were."""
-        return self.hits / self.wanted if self.wanted else 1.0
 
     def after(self, first: int) -> Simulated:
         """The counts of the batches from `first` on; those that are not kept by batch are of all."""

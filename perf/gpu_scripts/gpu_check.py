@@ -37,7 +37,6 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwise.kernels import configs
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
@@ -56,14 +55,15 @@ from shardwise.perf.gpu_scripts.gpu_sizes import (
     TIMES,
     Sizes,
 )
+from shardwise.perf.gpu_scripts.gpu_tiers import pinned_table, tiers
 from shardwise.perf.gpu_scripts.gpu_yardsticks import yardsticks
 from shardwise.perf.suite import machine, storage
-from shardwise.perf.suite.batches import lookup_bytes, make, optimizer
+from shardwise.perf.suite.batches import make, optimizer
 from shardwise.perf.suite.case import Setting, chosen, in_a_line
 from shardwise.perf.suite.cases import CASES
 from shardwise.perf.suite.measure import BUDGETS, run
 from shardwise.perf.suite.options import FLAG, Options, parser_of
-from shardwise.perf.suite.timing import gb_per_s, spread, times_us
+from shardwise.perf.suite.timing import spread, times_us
 from shardwise.perf.tune.tuner import (
     ROUNDS,
     File,
@@ -226,34 +226,6 @@ def hot_row(device: str, sizes: Sizes) -> dict[str, Any]:
     return {"hits": batch.ids, **result}
 
 
-class _HostMemory:
-    """Pinned host memory as an array that CUDA tensors can be made of."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        kind = {torch.float32: "<f4", torch.float16: "<f2"}[tensor.dtype]
-        self.tensor = tensor
-        self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape), "typestr": kind, "data": (tensor.data_ptr(), False), "version": 2,
-        }  # fmt: skip
-
-
-def pinned_table(device: str, sizes: Sizes) -> dict[str, Any]:
-    """The lookup kernel reads a table that lies in pinned host memory."""
-    dim, rows = sizes.dims[1], min(sizes.rows, 1 << 20)
-    batch = make(device, [(rows, dim)], sizes.batch, sizes.length)
-    if device == "cpu":
-        return {"note": "no device memory here: the lookup read ordinary memory", "sum": float(batch.lookup().sum())}
-    host = batch.weights.cpu().pin_memory()
-    remote = replace(batch, weights=torch.as_tensor(_HostMemory(host), device="cuda"))
-    assert remote.weights.data_ptr() == host.data_ptr(), "torch copied the table"
-    assert torch.equal(remote.lookup(), batch.lookup()), "differs from the table in device memory"
-    moved = lookup_bytes(batch)
-    times = {
-        where: spread(times_us([b.lookup], device, sizes.repeats)) for where, b in (("host", remote), ("device", batch))
-    }
-    return {"bytes": int(moved), "us": times, "host_gb_per_s": gb_per_s(moved, times["host"]["median"])}
-
-
 def compile_kernels(device: str, sizes: Sizes) -> dict[str, Any]:
     """Compile what the sections after this launch, into Triton's cache of this run, on all cores."""
     if not HAS_TRITON or INTERPRETED:
@@ -333,6 +305,7 @@ SECTIONS: dict[str, Callable[[str, Sizes], dict[str, Any]]] = {
     "nccl": nccl,
     "hot_row": hot_row,
     "pinned_table": pinned_table,
+    "tiers": tiers,
     "torch_path": torch_path,
     "suite": suite,
     "sanitizer": lambda device, sizes: sanitizer(device, sizes, sizes.sanitizer_s),
@@ -342,7 +315,8 @@ CHECKS = ("compile", *COMPARED, *gpu_ops.SECTIONS, "gpu_tests")
 # seconds after which a section of a process of its own is ended
 MOST_S = {
     "yardsticks": 45.0, "compile": 100.0, "gpu_tests": 110.0, "profile": 75.0, "ab": 150.0, "same_bits": 70.0,
-    "autotune": 150.0, "nccl": 60.0, "hot_row": 60.0, "pinned_table": 40.0, "suite": 250.0, "sanitizer": 80.0,
+    "autotune": 150.0, "nccl": 60.0, "hot_row": 60.0, "pinned_table": 40.0, "tiers": 120.0,
+    "suite": 250.0, "sanitizer": 80.0,
 }  # fmt: skip
 USUAL_S = 110.0
 # of these, what a section does within its time has to end before its process is ended

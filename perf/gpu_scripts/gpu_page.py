@@ -187,6 +187,7 @@ def page(report: Json) -> str:
         *_states(sections),
         *_decisions(_result(sections, "ab")),
         *_predictions(str(machine.get("device_name", "")), sections),
+        *_tiers(_result(sections, "tiers")),
         *_variants(_result(sections, "ab")),
         *_profile(_result(sections, "profile")),
         *_yardsticks(_result(sections, "yardsticks")),
@@ -291,6 +292,25 @@ def _ranges(rows: Sequence[Json]) -> str:
             )
         y += LINE
     return svg(WIDTH, y + 6, "Predictions and measurements", shapes)
+
+
+def _tiers(tiers: Json) -> Iterator[str]:
+    if not tiers:
+        return
+    yield "<h2>Tables larger than the device, beside goals</h2>"
+    yield soft(f"{tiers['note']}.") if "note" in tiers else ""
+    yield _table(
+        ("", "measured", "goal", "unit", "", "hits or rows read"),
+        [
+            (
+                goal["name"], _number(goal["measured"]),
+                f"{goal['at']} {_number(goal['goal'])}" if goal["goal"] else "", goal["unit"],
+                {True: "met", False: "missed"}.get(goal["met"], goal.get("note", "")),
+                f"{goal['hit_rate']:.1%}" if "hit_rate" in goal else _number(goal.get("loads")),
+            )
+            for goal in tiers["goals"]
+        ],
+    )  # fmt: skip
 
 
 def _variants(ab: Json) -> Iterator[str]:

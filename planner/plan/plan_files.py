@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..constraints import constraint_of
 from ..cost.cache import caches_to
 from ..cost.model import CostModel, cost_from
 from ..search.problem import (
@@ -24,7 +23,7 @@ from ..search.problem import (
     Solution,
     chosen,
 )
-from ..tiers import plain_tier, without_functions
+from ..tiers import plain_tier, plain_tier_text
 from ..topology import (
     BasicCommsBandwidths,
     CustomTopologyData,
@@ -35,7 +34,7 @@ from .explanation import explain
 from .files import constraint_to, constraints_from, read_data, table_from, table_to
 from .planned import Planned, Request
 from .planning import problem_of
-from .slots import chosen_tier
+from .slots import placed_tier
 
 FORMAT, VERSION = "shardwise-plan", 1
 _SPEEDS = (
@@ -250,8 +249,9 @@ def _cuts(data: Mapping[str, Any]) -> dict[str, str]:
             )
             on_ranks = f"on ranks {entry['ranks']}"
             where = ", ".join(f"[{r}:{r + h}, {c}:{c + w}] on {at}" for (r, c), (h, w), at in cuts)
+            tier = f", {plain_tier_text(entry['tier'])}" if entry.get("tier") is not None else ""
             places[f"{module}.{name}" if module else name] = (
-                f"{entry['sharding_type']} {entry['compute_kernel']} {where or on_ranks}"
+                f"{entry['sharding_type']} {entry['compute_kernel']} {where or on_ranks}{tier}"
             )
     return places
 
@@ -284,10 +284,9 @@ def _modules(planned: Planned) -> dict[str, dict[str, Any]]:
     for table, choice, starts in planned.placed():
         shards = planned.shards(table, choice, starts)
         replicated = choice.sharding_type == "data_parallel"
-        constraint = constraint_of(planned.request.constraints if planned.request else {}, table.name)
-        tier = None if constraint is None or table.served else chosen_tier(constraint.tier, choice)
+        tier = placed_tier(planned, table, choice)
         modules.setdefault(table.module, {})[table.name] = {
-            **({} if tier is None else {"tier": plain_tier(without_functions(tier))}),
+            **({} if tier is None else {"tier": plain_tier(tier)}),
             "sharding_type": choice.sharding_type,
             "compute_kernel": choice.compute_kernel,
             "ranks": [shard.rank for shard in shards],

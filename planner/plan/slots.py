@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..constraints import constraint_of
 from ..errors import PlannerError, PlannerErrorType
 from ..layout import Tier
 from ..search.problem import PARTS, Assignment, Choice, Floats, Problem, Solution, chosen, faults, loads
 from ..search.relax import relax
+from ..tiers import without_functions
 from ..topology import GIB
 
 if TYPE_CHECKING:
+    from ..tables import Table
     from .planned import Planned
 
 PREFETCH = PARTS.index("prefetch")
@@ -173,6 +176,13 @@ def chosen_tier(tier: Tier | None, choice: Choice) -> Tier | None:
     if tier is None or choice.cached is None or not choice.cached.chosen:
         return tier
     return replace(tier, slots=choice.cached.slots, max_slots=1.0 if tier.max_slots is None else tier.max_slots)
+
+
+def placed_tier(planned: Planned, table: Table, choice: Choice) -> Tier | None:
+    """The tier that a plan gives a table, with names in the place of functions."""
+    constraint = constraint_of(planned.request.constraints if planned.request else {}, table.name)
+    tier = None if constraint is None or table.served else chosen_tier(constraint.tier, choice)
+    return None if tier is None else without_functions(tier)
 
 
 def in_words(planned: Planned) -> dict[str, str]:

@@ -12,7 +12,10 @@ from ..plan.explanation import (
     ranks,
 )
 from ..plan.planned import Planned
+from ..plan.slots import placed_tier
 from ..search.problem import Choice
+from ..tables import Table
+from ..tiers import plain_tier, plain_tier_text
 
 # steps and memories nearer than this share are the same
 SAME = 1e-9
@@ -20,7 +23,10 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how a table is placed: `widths` of its blocks of columns, and the ranks that hold each block."""
+    """Where and how a table is placed: `widths` of its blocks of columns, and the ranks that hold each block.
+
+    `slots` are its rows on the device, None for all; `tier` says where the others lie, as code has it.
+    """
 
     sharding_type: str
     compute_kernel: str
@@ -28,6 +34,8 @@ class Placement:
     ranks: tuple[tuple[int, ...], ...]
     work_ms: float
     memory_bytes: int
+    slots: int | None = None
+    tier: str | None = None
 
     def __str__(self) -> str:
         text = f"{self.sharding_type} {self.compute_kernel}"
@@ -38,7 +46,8 @@ class Placement:
                 else (f" ({len(self.widths)} blocks of {min(self.widths)} to {max(self.widths)} columns)")
             )
         on = [rank for block in self.ranks for rank in block]
-        return f"{text} on {ranks(on)}"
+        slots = "" if self.slots is None else f", {self.slots:,} slots"
+        return f"{text} on {ranks(on)}{slots}{f' by {self.tier}' if self.tier else ''}"
 
 
 @dataclass(frozen=True)
@@ -127,10 +136,11 @@ def diff(a: Planned, b: Planned) -> Difference:
 
 
 def _placements(planned: Planned) -> dict[str, Placement]:
-    return {table.path: _placement(choice, starts) for table, choice, starts in planned.placed()}
+    return {table.path: _placement(planned, table, choice, starts) for table, choice, starts in planned.placed()}
 
 
-def _placement(choice: Choice, starts: tuple[int, ...]) -> Placement:
+def _placement(planned: Planned, table: Table, choice: Choice, starts: tuple[int, ...]) -> Placement:
+    tier = placed_tier(planned, table, choice)
     # blocks of a width may change places without a difference
     order = sorted(zip(choice.widths, starts, strict=True), key=lambda block: (-block[0], block[1]))
     return Placement(
@@ -140,11 +150,15 @@ def _placement(choice: Choice, starts: tuple[int, ...]) -> Placement:
         tuple(tuple(range(start, start + choice.span)) for _, start in order),
         choice.work_ms,
         int(choice.hbm.sum() + choice.ddr.sum()),
+        None if choice.cached is None else choice.cached.slots,
+        None if tier is None else plain_tier_text(plain_tier(tier) or {}),
     )
 
 
 def _where(place: Placement | None) -> tuple[object, ...] | None:
-    return None if place is None else (place.sharding_type, place.compute_kernel, place.widths, place.ranks)
+    if place is None:
+        return None
+    return place.sharding_type, place.compute_kernel, place.widths, place.ranks, place.slots, place.tier
 
 
 def _ranks(planned: Planned) -> list[tuple[float, int, int]]:

@@ -9,11 +9,8 @@ Needs git and no peer. Not as it has to be: a digest differs, which is named, th
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.perf.evidence.report import ROOT, Report, Section, grid, report_of
+from shardwise.perf.evidence.same_bits.ranks import results_of
 from shardwise.perf.evidence.same_bits.worker import mix_of
 from shardwise.perf.suite.options import FLAG, Options
 
@@ -62,37 +60,13 @@ def trained(tree: Path, job: Job) -> list[Digests]:
     with tempfile.TemporaryDirectory() as folder:
         # beside nothing of this tree: Python looks for modules beside its program first
         worker = Path(shutil.copy(WORKER, folder))
-        ranks = []
-        for rank in range(job.world):
-            command = [
-                *(sys.executable, str(worker), "--tree", str(tree), "--rank", str(rank), "--world", str(job.world)),
-                *("--store", f"{folder}/store", "--mixes", str(job.mixes), "--out", f"{folder}/{rank}.json"),
-                *(() if job.plant is None else ("--plant", str(job.plant))),
-            ]
-            variables = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-            with open(f"{folder}/{rank}.log", "w", encoding="utf-8") as log:
-                ranks.append(subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log))
+        program = [str(worker), "--tree", str(tree), "--mixes", str(job.mixes)]
+        if job.plant is not None:
+            program += ["--plant", str(job.plant)]
         try:
-            _wait_for_all(ranks)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        failed = [rank for rank, process in enumerate(ranks) if process.returncode]
-        if failed:
-            log_text = Path(folder, f"{failed[0]}.log").read_text(encoding="utf-8", errors="replace")
-            raise RuntimeError(f"{tree}: rank {failed[0]} of {job.world}: {log_text[-3000:]}")
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(job.world)]
-
-
-def _wait_for_all(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended, one has failed, or the time is over."""
-    until = time.monotonic() + LIMIT_S
-    while time.monotonic() < until:
-        statuses = [process.poll() for process in ranks]
-        if all(status is not None for status in statuses) or any(statuses):
-            return
-        time.sleep(0.05)
+            return results_of(program, job.world, path=tree, limit_s=LIMIT_S)
+        except RuntimeError as error:
+            raise RuntimeError(f"{tree}: {error}") from None
 
 
 def lay_out(commit: str, folder: Path) -> Path:

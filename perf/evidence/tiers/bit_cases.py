@@ -165,8 +165,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--store", required=True, help="The file by which the ranks meet.")
     parser.add_argument("--seeds", type=int, nargs=2, required=True, help="From, and to this one.")
-    parser.add_argument("--folder", type=Path, required=True, help="Of scratch files.")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="Scratch files lie beside it.")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -178,7 +177,7 @@ def main() -> None:
     for seed in range(*given.seeds):
         case = case_of(seed)
         try:
-            outcomes[str(seed)] = vars(compare(case, given.rank, given.world, given.folder))
+            outcomes[str(seed)] = vars(compare(case, given.rank, given.world, given.out.parent))
         except Exception as error:
             raise RuntimeError(f"case {seed}: {case}") from error
     given.out.write_text(json.dumps(outcomes))

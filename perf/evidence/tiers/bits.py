@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from shardwise.perf.evidence.report import ROOT, Report, Section, grid, report_of, versions
+from shardwise.perf.evidence.same_bits.ranks import results_of
 from shardwise.perf.evidence.tiers.bit_cases import Case, case_of
 from shardwise.perf.suite.options import Options
 
@@ -39,32 +35,11 @@ def outcomes_of(world: int, seeds: range) -> list[Outcomes]:
     Raises:
         RuntimeError: a rank failed, or all took longer than LIMIT_S.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = []
-        for rank in range(world):
-            command = [
-                *(sys.executable, "-m", "shardwise.perf.evidence.tiers.bit_cases", "--rank", str(rank)),
-                *("--world", str(world), "--store", f"{folder}/store", "--folder", f"{folder}/rows"),
-                *("--seeds", str(seeds.start), str(seeds.stop), "--out", f"{folder}/{rank}.json"),
-            ]
-            with open(f"{folder}/{rank}.log", "w", encoding="utf-8") as log:
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
-        try:
-            until = time.monotonic() + LIMIT_S
-            while time.monotonic() < until and any(process.poll() is None for process in ranks):
-                if any(process.returncode for process in ranks):
-                    break
-                time.sleep(0.05)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        failed = [rank for rank, process in enumerate(ranks) if process.returncode]
-        if failed:
-            text = Path(folder, f"{failed[0]}.log").read_text(encoding="utf-8", errors="replace")
-            raise RuntimeError(f"cases {seeds}, rank {failed[0]} of {world}: {text[-3000:]}")
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+    program = ["-m", "shardwise.perf.evidence.tiers.bit_cases", "--seeds", str(seeds.start), str(seeds.stop)]
+    try:
+        return results_of(program, world, path=ROOT, limit_s=LIMIT_S)
+    except RuntimeError as error:
+        raise RuntimeError(f"cases {seeds}, {error}") from None
 
 
 def section_of(runs: Mapping[int, Sequence[Outcomes]]) -> Section:
@@ -86,17 +61,7 @@ def section_of(runs: Mapping[int, Sequence[Outcomes]]) -> Section:
         total["ended"] //= world
         names = ("runs", "ended", "compared", "differ", "wanted", "misses", "saves", "grown")
         rows.append([world, *(f"{total[name]:,}" for name in names)])
-    header = [
-        "ranks",
-        "runs",
-        "ended early",
-        "tensors",
-        "that differ",
-        "rows wanted",
-        "misses",
-        "rows saved",
-        "times grown",
-    ]
+    header = ["ranks", "runs", "ended early", "tensors", "that differ", "rows wanted", "misses", "saves", "times grown"]
     settings = [
         [what, ", ".join(f"{value} {count}" for value, count in sorted(some.items()))] for what, some in counts.items()
     ]

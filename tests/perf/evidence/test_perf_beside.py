@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -46,6 +48,8 @@ from shardwise.perf.suite.record import Lap, Record
 SIZE = Size(1, 64)
 OPERATION = Operation("doubled", lambda lib, size: torch.ones(*size), lambda lib, x: lib.double(x))
 TYPES = Bounds(mean=0.8, each=1.3)
+# what needs none
+PEERLESS = re.findall(r"^PEERLESS := (.*)$", (evidence.ROOT / "Makefile").read_text(), re.M)[0].split()
 BRIEFLY = Budget(laps=1, rounds=9, seconds=0.02)
 
 
@@ -192,22 +196,7 @@ def test_each_call_has_a_state_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        for name in evidence.KNOWN
-        # these need none
-        if name
-        not in (
-            "planner_heldout",
-            "pipeline_overlap",
-            "tier_bits",
-            "tier_files",
-            "tier_larger",
-            "tier_step",
-            "same_bits",
-            "fbgemm_cost",
-        )
-    ],
+    [name for name in evidence.KNOWN if name not in PEERLESS],
 )
 def test_without_the_peers_one_line_says_so(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -220,6 +209,17 @@ def test_without_the_peers_one_line_says_so(
     out, err = capsys.readouterr()
     assert not out.startswith("shardwise") and err.count("\n") == 1
     assert f"evidence {name} needs a peer" in err and "docs/beside_torchrec.md" in err
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not here")
+def test_evidence_that_needs_no_peer_runs_without_one() -> None:
+    """`make evidence NAME=tier_files` asked for an interpreter with TorchRec, which it does not import."""
+    assert set(PEERLESS) < set(evidence.KNOWN)
+    for name, python in (("tier_files", ".venv/bin/python"), ("parity", "no/python"), ("", "no/python")):
+        command = ["make", "-n", "evidence", f"NAME={name}", "PEER=no/python"]
+        done = subprocess.run(command, cwd=evidence.ROOT, capture_output=True, text=True, check=True)
+        asks = "no interpreter at" in done.stdout
+        assert f"{python} -m shardwise.perf.evidence {name}" in done.stdout and asks == (python == "no/python")
 
 
 def test_every_document_has_the_mark_of_its_evidence_once() -> None:

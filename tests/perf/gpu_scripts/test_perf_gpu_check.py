@@ -31,8 +31,8 @@ INTERPRETED = pytest.param("interpreted", marks=[pytest.mark.interpreted, pytest
 
 @pytest.mark.parametrize("device", ["cpu", INTERPRETED])
 def test_every_section_is_ok(device: str, tmp_path: Path) -> None:
-    # those of other tests; the suite and the A/B take the interpreter minutes
-    others = {"compile", "gpu_tests", "nccl", *(() if device == "cpu" else ("suite", "ab", "profile"))}
+    # those of other tests; the suite, the A/B and cached steps take the interpreter minutes
+    others = {"compile", "gpu_tests", "nccl", *(() if device == "cpu" else ("suite", "ab", "profile", "tiers"))}
     sections = [name for name in gpu_check.SECTIONS if name not in others]
     # every case by itself is run by test_perf_cases_*.py
     some = ("--cases", r"^(lookup: pooled_lookup, |update: fused_update, sgd|jagged: .*permute|keyed: KT regroup)")
@@ -46,6 +46,9 @@ def test_every_section_is_ok(device: str, tmp_path: Path) -> None:
     html = (tmp_path / "new folder" / "check.html").read_text()
     assert "Prediction beside measurement" in html and "<script" not in html and "http" not in html
     if device == "cpu":
+        goals = {goal["goal"] for goal in results["tiers"]["goals"]}
+        assert results["tiers"]["failed"] == [] and goals > {4.0, 15.0, 1.05}
+        assert "Tables larger than the device, beside goals" in html
         assert "What to take" in html and results["ab"]["rows"] and not results["ab"]["dropped"]
         assert {profile["shape"] for profile in results["profile"]["shapes"]} == set(SHAPES)
         suite = json.loads((tmp_path / "new folder" / "perf.json").read_text())

@@ -14,6 +14,8 @@ import pytest
 from planner_plain_costs import any_solution, choice_of, moved, some_plan, some_tables
 
 from shardwise import planner
+from shardwise.planner import Feature, ParameterConstraints, Skew, Table, Topology, plan_tables
+from shardwise.planner.layout import Tier
 from shardwise.planner.plan.alternatives import alternatives
 from shardwise.planner.plan.explanation import (
     PART_NAMES,
@@ -21,6 +23,7 @@ from shardwise.planner.plan.explanation import (
     gib,
     ms,
 )
+from shardwise.planner.plan.plan_files import CutDifference, planned_to_json
 from shardwise.planner.plan.planned import Planned
 from shardwise.planner.reports.difference import diff
 from shardwise.planner.reports.figures import Block, merged
@@ -77,6 +80,38 @@ def test_another_strategy_is_a_difference(strategy: str) -> None:
     assert "- table_wise fused on rank 0: " in str(difference) and f"+ {strategy} {choice.compute_kernel}" in str(
         difference
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sizes", "words"),
+    [
+        (Tier(500), Tier(0.5), (500, 1000), ("500 slots by Tier(slots=500)", "1,000 slots by Tier(slots=0.5)")),
+        (Tier(500), Tier(500, policy="lru"), (500, 500), ("", "500 slots by Tier(slots=500, policy='lru')")),
+        (Tier(500), None, (500, None), ("500 slots by Tier(slots=500)", "")),
+    ],
+    ids=["slots", "policy", "whole"],
+)  # fmt: skip
+def test_another_tier_is_a_difference(
+    before: Tier | None, after: Tier | None, sizes: tuple[int | None, int | None], words: tuple[str, str]
+) -> None:
+    """`plan diff` did not see slots: two plans were alike that keep other rows of a table on the device."""
+    table = Table("t", 2000, 8, features=(Feature("f", 2.0),), optimizer="SGD", skew=Skew(1.1))
+
+    def planned(tier: Tier | None) -> Planned:
+        rules = {"t": ParameterConstraints(sharding_types=["table_wise"], tier=tier)}
+        return plan_tables([table], Topology(1, "cuda", hbm_cap=GIB, ddr_cap=GIB), 16, constraints=rules)
+
+    a, b = planned(before), planned(after)
+    assert not diff(a, planned(before))
+    difference = diff(a, b)
+    (change,) = difference.tables
+    assert change.before and change.after and (change.before.slots, change.after.slots) == sizes
+    for sign, text in zip("-+", words, strict=True):
+        assert f"{sign} table_wise fused on rank 0, {text}".removesuffix(", ") in str(difference)
+    # and so do files without all that is known
+    cuts = CutDifference.between(planned_to_json(a), planned_to_json(b))
+    assert [*cuts.tables] == ["t"] and str(cuts).count("Tier(") == (before is not None) + (after is not None)
+    assert not CutDifference.between(planned_to_json(a), planned_to_json(planned(before)))
 
 
 def test_blocks_of_one_width_that_change_places_are_no_difference() -> None:
