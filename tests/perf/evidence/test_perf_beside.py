@@ -203,7 +203,9 @@ def test_each_call_has_a_state_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
             "tier_bits",
             "tier_files",
             "tier_larger",
+            "tier_soak",
             "tier_step",
+            "tier_times",
             "same_bits",
             "fbgemm_cost",
         )
