@@ -1,8 +1,8 @@
 """What caches would do with a trace: the decisions of `Residency`, the cache that runs, over no storage.
 
 Hits, misses, saves and stalls are those of a run whose batches come in the trace's order, equal to the last row. Tables
-are simulated one by one: where a prefetch finds no room in one table of a group, a run has those of the others wait for
-it, and their slots are held a little longer than here.
+of one group (one dim, dtype and optimizer on a rank) are simulated together: where a prefetch finds no room in one of
+them, those of the others wait for it. One by one, as `shardwise cache` has them, they hold slots a little shorter then.
 
 Letters: U distinct rows of a batch.
 """
@@ -10,8 +10,9 @@ Letters: U distinct rows of a batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -92,26 +93,46 @@ def simulate(batches: Iterable[Tensor], setting: CacheSetting) -> Simulated:
 
 
 class Simulation:
-    """A cache over no storage, fed batch by batch; it holds `ahead` batches that it was told of and has not come to."""
+    """A cache over no storage, fed batch by batch; it holds `ahead` batches that it was told of and has not come to.
 
-    def __init__(self, setting: CacheSetting) -> None:
-        self.setting = setting
-        policy = policy_named(setting.policy, setting.half_life)
-        slots = min(setting.slots, setting.rows)
-        self.residency = Residency([Span("table", 0, setting.rows, 0, slots)], policy)
-        self.counts = Simulated(slots)
+    Args:
+        setting: of a table.
+        others: of the tables of its group, which have its policy, `ahead` and `prefetch`.
+
+    Attributes:
+        counts: of the table.
+        tables: of each table, in the order of the settings.
+
+    Raises:
+        ValueError: tables of a group have other policies or pipelines.
+    """
+
+    def __init__(self, setting: CacheSetting, *others: CacheSetting) -> None:
+        self.settings, self.setting = [setting, *others], setting
+        common = [(s.policy, s.half_life, s.ahead, s.prefetch) for s in self.settings]
+        if any(each != common[0] for each in common):
+            raise ValueError(f"Simulation: tables of a group have one policy, half_life, ahead and prefetch: {common}")
+        slots = [min(each.slots, each.rows) for each in self.settings]
+        # rows and slots of all tables are numbered one after another
+        first, begin = ([*accumulate(n, initial=0)] for n in ([each.rows for each in self.settings], slots))
+        spans = [Span(f"table {t}", first[t], each.rows, begin[t], slots[t]) for t, each in enumerate(self.settings)]
+        self.residency = Residency(spans, policy_named(setting.policy, setting.half_life))
+        self.tables = [Simulated(count) for count in slots]
+        self.counts = self.tables[0]
         self._coming: deque[tuple[Tensor, Announced | None]] = deque()
         self._leases: deque[Lease] = deque()
 
-    def add(self, rows: Tensor) -> None:
-        """The next batch of the trace."""
-        announced = self.residency.announce(rows) if self.setting.ahead else None
-        self._coming.append((rows, announced))
+    def add(self, rows: Tensor, *others: Tensor) -> None:
+        """The next batch of the trace: distinct rows of each table, ascending."""
+        every = [r + span.first_row for r, span in zip((rows, *others), self.residency.tables, strict=True)]
+        together = torch.cat(every) if others else rows
+        announced = self.residency.announce(together) if self.setting.ahead else None
+        self._coming.append((together, announced))
         if len(self._coming) > self.setting.ahead:
             self._come()
 
     def finish(self) -> Simulated:
-        """The counts, once all batches that were added have come."""
+        """The counts of the first table, once all batches that were added have come."""
         while self._coming:
             self._come()
         while self._leases:
@@ -125,13 +146,12 @@ class Simulation:
             self._release()
         lease = self._want(rows, announced)
         self._leases.append(lease)
-        counts = self.counts
-        ((hits, missed, fresh, saved),) = lease.counts.tolist()
-        counts.wanted += rows.numel()
-        counts.hits += hits
-        counts.fresh += fresh
-        counts.saves += saved
-        counts.by_batch.append((rows.numel(), missed, saved))
+        for counts, (hits, missed, fresh, saved) in zip(self.tables, lease.counts.tolist(), strict=True):
+            counts.wanted += hits + missed
+            counts.hits += hits
+            counts.fresh += fresh
+            counts.saves += saved
+            counts.by_batch.append((hits + missed, missed, saved))
         if not self.setting.prefetch:
             self._release()
 
@@ -139,28 +159,35 @@ class Simulation:
         self.residency.release(self._leases.popleft(), changed=True)
 
     def _want(self, rows: Tensor, announced: Announced | None) -> Lease:
-        """A lease; where there is no room the batches before it are updated first, and then slots grow."""
+        """A lease; where slots may not grow and there is no room the batches before it are updated first."""
         stalled = False
         while True:
             try:
                 return self.residency.want(rows, announced)
             except TooFewSlots as error:
-                if self._leases:
-                    # one prefetch, however long it waits
-                    self.counts.stalls += not stalled
-                    stalled = True
-                    self._release()
+                full = next((t for t, slots in error.needed.items() if slots > self._most(t)), None)
+                if full is None:
+                    self._grow(error.needed)
                     continue
-                self._grow(error.needed[0])
+                if not self._leases:
+                    raise ValueError(
+                        f"a batch wants {error.needed[full]:,} distinct rows, and there may be"
+                        f" {self._most(full):,} slots"
+                    ) from None
+                # one prefetch, however long it waits
+                self.tables[full].stalls += not stalled
+                stalled = True
+                self._release()
 
-    def _grow(self, needed: int) -> None:
-        setting, slots = self.setting, self.counts.slots
-        most = slots if setting.max_slots is None else min(setting.max_slots, setting.rows)
-        if needed > most:
-            raise ValueError(f"a batch wants {needed:,} distinct rows, and there may be {most:,} slots")
-        grown = grown_slots(needed, most)
-        self.residency.grow({0: grown})
-        self.counts.slots, self.counts.grown = grown, self.counts.grown + 1
+    def _most(self, table: int) -> int:
+        setting = self.settings[table]
+        return min(setting.rows, setting.slots if setting.max_slots is None else setting.max_slots)
+
+    def _grow(self, needed: Mapping[int, int]) -> None:
+        grown = {t: grown_slots(slots, self._most(t)) for t, slots in needed.items()}
+        self.residency.grow(grown)
+        for t, slots in grown.items():
+            self.tables[t].slots, self.tables[t].grown = slots, self.tables[t].grown + 1
 
 
 def rows_of_shard(rows: Tensor, begin: int, end: int) -> Tensor:

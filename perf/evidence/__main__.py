@@ -36,6 +36,8 @@ KNOWN = {
     "tier_files": ("tiers.file_rows", ""),
     "tier_bits": ("tiers.bits", ""),
     "tier_larger": ("tiers.larger", ""),
+    "tier_soak": ("tiers.soak", ""),
+    "tier_times": ("tiers.times", ""),
     "planner": ("compare_planner", ""),
     "planner_plans": ("compare_planner_plans", ""),
     "same_bits": ("same_bits.compare", ""),

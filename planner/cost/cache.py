@@ -5,7 +5,8 @@ Per step, for a shard of w columns and R rows with s of them on the device, U ro
 records of rec bytes (row and states, padded), links in GB/s:
 
     device      s (w e + q + SLOT) + R ROW       below     R rec in host memory, or on disk
-    prefetch    M(s) rec / link_gb_s + U find_ns     (a file: max(F max(rec, 4096) / disk_gb_s, F / iops) more)
+    prefetch    M(s) (rec / link_gb_s + miss_ns) + U find_ns + batch_us
+                                                     (a file: max(F max(rec, 4096) / disk_gb_s, F / iops) more)
 
 F are the misses of a cache of as many rows as are in host memory before a file. Rows come and go at once, in both
 directions of the link, and of a cache that is full as many go as come. A shard of a part of the rows has that part of
@@ -23,6 +24,7 @@ not drawn independently: it is an approximation, and is named so.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
 from collections.abc import Mapping, Sequence
@@ -177,19 +179,30 @@ def slot_bytes(table: Table, width: int) -> float:
 
 @dataclass(frozen=True)
 class Links:
-    """How fast rows come and go: GB/s of a link each way, operations a second of a disk, ns to find a wanted row."""
+    """How fast rows come and go.
+
+    Args:
+        link_gb_s, disk_gb_s: of a link each way, and of a disk.
+        disk_iops: operations a second of a disk.
+        find_ns: a wanted row, that has a slot or not.
+        miss_ns: a row that comes besides its bytes: a victim is found, maps change.
+        batch_us: a batch besides its rows.
+    """
 
     link_gb_s: float = 32.0
     disk_gb_s: float = 3.0
     disk_iops: float = 5e5
     find_ns: float = 5.0
+    miss_ns: float = 0.0
+    batch_us: float = 0.0
 
     def prefetch_ms(self, misses: float, wanted: float, record: int, *, from_disk: float = 0.0) -> float:
         """Milliseconds to bring a step's missing rows of `record` bytes, so many of them from a disk."""
         link = misses * record / self.link_gb_s * 1e-6
         # a disk reads pages
         disk = max(from_disk * max(record, _PAGE) / self.disk_gb_s * 1e-6, from_disk / self.disk_iops * 1e3)
-        return link + disk + wanted * self.find_ns * 1e-6
+        each = wanted * self.find_ns + misses * self.miss_ns
+        return link + disk + each * 1e-6 + self.batch_us * 1e-3
 
 
 @dataclass(frozen=True)
@@ -300,8 +313,9 @@ def of_shard(curve: MissCurve, share: float) -> MissCurve:
 
 # batches whose rows are on the device at once, with one that is fetched ahead
 IN_FLIGHT = 2
-# sizes of a cache that a search chooses from, before it looks between them
-_SIZES = 14
+# sizes of a cache that a search chooses from, before it looks between them; then so many bends of the curve on each
+# side of where it looks are sizes too, as misses between two sizes are counted on a line above the curve
+_SIZES, _NEAR = 14, 6
 
 
 def smallest(curve: MissCurve, rows: int) -> int:
@@ -317,7 +331,7 @@ class Caches:
         curves: misses by name of table, of a step of all ranks.
         statistics: TorchRec's `CacheStatistics` by name of table, "*" for all others.
         links: how fast rows come and go.
-        slots: further sizes of caches that the search may choose, by name of table.
+        slots: about which the search may choose further sizes, by name of table.
     """
 
     curves: Mapping[str, MissCurve] = field(default_factory=dict)
@@ -342,8 +356,13 @@ class Caches:
             missed = np.log(np.maximum([curve.misses_at(s) for s in inner], 1e-3 * max(curve.wanted, 1e-9)))
             marks = np.linspace(missed[0], missed[-1], _SIZES - 2)
             inner = [inner[int(np.abs(missed - mark).argmin())] for mark in marks]
-        asked = [self.slots[table.name]] if table.name in self.slots else []
-        return sorted({least, *(math.ceil(s) for s in inner), most, *(min(max(a, least), most) for a in asked)})
+        asked: list[int] = []
+        if table.name in self.slots:
+            at = min(max(self.slots[table.name], least), most)
+            bends = [s for s in curve.slots if least < s < most]
+            place = bisect.bisect_left(bends, at)
+            asked = [at, *(math.ceil(s) for s in bends[max(0, place - _NEAR) : place + _NEAR])]
+        return sorted({least, *(math.ceil(s) for s in inner), most, *asked})
 
 
 def curve_of(table: Table, ids: float, curves: Mapping[str, MissCurve], statistics: Any = None) -> MissCurve:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +46,8 @@ from .slots import bounded, has_sizes, reassigned, refined, refuse_thrashing, wi
 from .whatif import without_constraints
 
 TABLE_WISE = "table_wise"
+# in which slots are looked for between sizes that were tried
+_ROUNDS = 5
 
 
 def plan_tables(
@@ -140,16 +143,23 @@ def plan_request(request: Request, *, seconds: float | None = None, tell: Tell |
 
 def _with_slots(request: Request, problem: Problem, solution: Solution) -> tuple[Request, Problem, Solution]:
     """The slots that are best where tables lie, and the bound for slots of any number."""
-    best = solution.assignment
+    best, time_ms = solution.assignment, solution.time_ms
     by_name = {table.path: table.name for table in request.tables}
-    slots = refined(problem, best)
-    with_slots = getattr(request.cost, "with_slots", None)
-    if slots and with_slots is not None:
+    with_slots: Any = getattr(request.cost, "with_slots", None)
+    # misses between two sizes are on a line above their curve, but for the sizes about those of the round before
+    for _ in range(_ROUNDS):
+        slots = {} if with_slots is None else refined(problem, best)
+        if not slots:
+            break
         finer = replace(request, cost=with_slots({by_name[path]: count for path, count in slots.items()}))
         refined_problem, _ = problem_of(finer)
         again = reassigned(refined_problem, problem, best, slots)
-        if again is not None and loads(refined_problem, again).time_ms.max() <= solution.time_ms * (1 + 1e-9):
-            request, problem, best = finer, refined_problem, again
+        now = math.inf if again is None else float(loads(refined_problem, again).time_ms.max())
+        if again is None or now > time_ms * (1 + 1e-9):
+            break
+        request, problem, best, gained, time_ms = finer, refined_problem, again, time_ms - now, now
+        if gained < 1e-9 * now:
+            break
     return request, problem, bounded(problem, best, solution.steps)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from shardwise.planner.constants_measured import CARDS, FORMAT, NUMBERS, Constants
 from shardwise.planner.constraints import ParameterConstraints
+from shardwise.planner.cost.cache import Links
 from shardwise.planner.cost.shardwise import ShardwiseCost
 from shardwise.planner.cost.ways import Way, ways_of
 from shardwise.planner.search.problem import PARTS, Floats
@@ -334,6 +335,35 @@ def fit(
     constants = _constants(now, f"measured: {where}")
     several = topology.local_world_size < topology.world_size
     return constants if several else constants.with_(inter_gb_s=constants.intra_gb_s)
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What a cached table's batch took more than that of a table which is on the device as a whole.
+
+    Args:
+        wanted, missed: its distinct rows, and those of them that had no slot.
+        record_bytes: of a row below the device.
+        ms: more, in milliseconds.
+        share: of the whole step, to which errors are relative.
+    """
+
+    wanted: float
+    missed: float
+    record_bytes: int
+    ms: float
+    share: float = 1.0
+
+
+def fit_links(measured: Sequence[Brought]) -> Links:
+    """How fast rows come and go, at least 0, with the least sum of squared errors relative to whole steps."""
+    rows = np.array([[m.missed * m.record_bytes, m.missed, m.wanted, 1.0] for m in measured])
+    whole = np.array([m.ms / m.share for m in measured])
+    of_byte, of_miss, of_row, of_batch = least_squares(
+        rows / whole[:, None], np.array([m.share for m in measured])
+    ).tolist()
+    link = min(_MOST_GB_S, 1e-6 / of_byte) if of_byte > 0 else _MOST_GB_S
+    return Links(link_gb_s=link, find_ns=1e6 * of_row, miss_ns=1e6 * of_miss, batch_us=1e3 * of_batch)
 
 
 def _linear(case: Case, topology: Topology) -> Floats:

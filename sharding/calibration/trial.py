@@ -79,7 +79,8 @@ class Placed:
             )
             for shard in shards
         ]
-        return ParameterSharding(kind, kernel, [shard.rank for shard in shards], EnumerableShardingSpec(cuts))
+        ranks = [shard.rank for shard in shards]
+        return ParameterSharding(kind, kernel, ranks, EnumerableShardingSpec(cuts), tier=self.way.tier)
 
 
 class Net(nn.Module):
@@ -136,10 +137,12 @@ def model_of(placed: Sequence[Placed], env: ShardingEnv, device: torch.device) -
     )
 
 
-def batches_of(tables: Sequence[Table], batch_size: int, rank: int, device: torch.device) -> list[KeyedJaggedTensor]:
+def batches_of(
+    tables: Sequence[Table], batch_size: int, rank: int, device: torch.device, count: int = _BATCHES
+) -> list[KeyedJaggedTensor]:
     """Batches of one rank, different on each."""
     batches = []
-    for number in range(_BATCHES):
+    for number in range(count):
         generator = torch.Generator().manual_seed(1000 * number + rank)
         keys, values, lengths = [], [], []
         for table in tables:
@@ -173,13 +176,16 @@ def draw(rows: int, count: int, skew: Skew, generator: torch.Generator) -> Tenso
 class Step:
     """A training step of this rank, over batches in turn; all ranks take it together."""
 
-    def __init__(self, placed: Sequence[Placed], batch_size: int, env: ShardingEnv, device: torch.device) -> None:
+    def __init__(
+        self, placed: Sequence[Placed], batch_size: int, env: ShardingEnv, device: torch.device, count: int = _BATCHES
+    ) -> None:
         tables = [item.table for item in placed]
         self.model = model_of(placed, env, device)
         parts = [part for pooled in (True, False) if (part := [t for t in tables if t.pooled == pooled])]
-        self._batches = list(zip(*[batches_of(part, batch_size, env.rank, device) for part in parts], strict=True))
+        made = [batches_of(part, batch_size, env.rank, device, count) for part in parts]
+        self.batches = list(zip(*made, strict=True))
         self._count = 0
-        self._gradients = [[torch.randn_like(part) for part in self.model(batch)] for batch in self._batches]
+        self._gradients = [[torch.randn_like(part) for part in self.model(batch)] for batch in self.batches]
         dense = {item.table.name for item in placed if item.way.replica and item.table.optimizer is None}
         self._dense = [p for name, p in self.model.named_parameters() if name.split(".")[-2] in dense]
 
@@ -189,12 +195,12 @@ class Step:
 
     def _next(self) -> int:
         self._count += 1
-        return self._count % len(self._batches)
+        return self._count % len(self.batches)
 
     def __call__(self) -> None:
         """The next step."""
         number = self._next()
-        torch.autograd.backward(self.model(self._batches[number]), self._gradients[number])
+        torch.autograd.backward(self.model(self.batches[number]), self._gradients[number])
         for parameter in self._dense:
             assert parameter.grad is not None
             parameter.data.sub_(parameter.grad, alpha=0.01)
@@ -202,7 +208,7 @@ class Step:
 
     def alone(self, device: torch.device) -> tuple[float, float]:
         """Milliseconds of this rank's lookup, and of its update, in a step that does not use their results."""
-        (batch,) = self._batches[self._next()]
+        (batch,) = self.batches[self._next()]
         (collection,) = self.collections()
         step = collection.begin(batch)
         looked_up = timed(lambda: collection.look_up(step), device)
