@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from typing import Any
 
 import pytest
@@ -150,3 +151,11 @@ def copy_under_way() -> bool:
 def test_a_copy_is_made_while_batches_are_under_way(world: int) -> None:
     """It kept the batches of the original, which nobody looks up, for ever."""
     assert run_ranks(world, copy_under_way) == [True] * world
+
+
+@pytest.mark.parametrize("given", [{"ahead": -1}, {"ahead": math.nan}, {"prefetch": 1.5}, {"ahead": "3"}])
+def test_what_is_no_number_of_batches_is_refused(given: dict[str, Any]) -> None:
+    """NaN passed for a window, and 1.5 failed in the first step by the words of islice."""
+    model = Model()
+    with pytest.raises(ValueError, match="ahead and prefetch: batches, none of them negative; got "):
+        PrefetchTrainPipelineSparseDist(model, dense_optimizer(model), CPU, **given)
