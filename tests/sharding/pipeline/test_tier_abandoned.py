@@ -47,7 +47,8 @@ class Model(nn.Module):
 
 
 def kjt(step: int, rank: int | None = None) -> KeyedJaggedTensor:
-    return batch_of(step, rank=rank).pooled.permute([0, 1])
+    features: KeyedJaggedTensor = batch_of(step, rank=rank).pooled.permute([0, 1])
+    return features
 
 
 def step_alone(model: Any, optimizer: Any, step: int, rank: int | None = None) -> Tensor:
@@ -62,7 +63,7 @@ def in_epochs(model: Any, *, resets: bool) -> list[Tensor]:
     """Three steps of a pipeline that had seven batches under way, three times over."""
     outputs = []
     for epoch in range(3):
-        pipeline = PrefetchTrainPipelineSparseDist(model, dense_optimizer(model), CPU, ahead=4, prefetch=2)
+        pipeline: Any = PrefetchTrainPipelineSparseDist(model, dense_optimizer(model), CPU, ahead=4, prefetch=2)
         batches = iter([kjt(10 * epoch + n, 0) for n in range(10)])
         outputs += [pipeline.progress(batches).clone() for _ in range(3)]
         if resets:
@@ -135,7 +136,7 @@ def copy_under_way() -> bool:
     plan = plans(Tier(30, max_slots=1.0))[1]
     model: Any = DistributedModelParallel(Model(), plan=ShardingPlan({"pooled": plan}))
     optimizer = dense_optimizer(model)
-    pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, CPU, ahead=3, prefetch=2)
+    pipeline: Any = PrefetchTrainPipelineSparseDist(model, optimizer, CPU, ahead=3, prefetch=2)
     batches = iter([kjt(n) for n in range(12)])
     for _ in range(4):
         pipeline.progress(batches)
