@@ -251,7 +251,11 @@ class CachedRows:
                 # one prefetch, however often it asks
                 self._counts[t].stalls += self._stalled != self._resolved
                 self._stalled = self._resolved
-                raise NoFreeSlots(f"table {shape.name!r}: {slots} slots are needed beside those of batches under way")
+                raise NoFreeSlots(
+                    f"table {shape.name!r}: {slots} slots are needed beside those of batches under way, and it may have"
+                    f" {most}: more of them, a smaller prefetch, or torch.no_grad() where no backward comes, as outputs"
+                    " that are kept hold their rows until then"
+                )
             gib, enough = slots * self.layouts[t].bytes / 2**30, math.ceil(slots / self.specs[t].share)
             raise TooManyRows(
                 f"table {shape.name!r}: a batch wants {slots} distinct rows and the table may have {most} of its"

@@ -491,7 +491,7 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
         sees no update that comes in between. A gradient of per-id weights is of the rows as they are in the backward.
         Nothing either for a batch that left under another plan: its forward routes it anew.
         """
-        if self.shards.is_stale(step):
+        if step.is_stale(self._routes):
             return
         if all_tables and step.dense_rows is None:
             if self._routes.replicas:
@@ -545,7 +545,7 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
     def drop(self, step: Step) -> None:
         """Let a batch go that no forward will take: what travels is waited for, its rows may leave their slots."""
         step.settle()
-        if self.shards.is_stale(step):
+        if step.is_stale(self._routes):
             # what held its rows went with that
             step.leases, step.announced, step.renewals = {}, {}, {}
         # its rows went to other ids, whether it is looked up or not

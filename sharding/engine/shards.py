@@ -105,7 +105,7 @@ class LocalShards:
         What has room stays, and a later call, or the lookup, asks for the rest. `forward_stream` is where the lookup
         will be, if that is another stream than the current one: stores that know nothing of streams are called there.
         """
-        if self.is_stale(step):
+        if step.is_stale(self.routes):
             # its forward routes it anew
             return True
         self._prefetched.setdefault(step, None)
@@ -124,17 +124,13 @@ class LocalShards:
 
     def announce(self, step: Step) -> None:
         """Tell the stores of a batch whose ids are here, and which will be looked up after those announced before."""
-        if self.is_stale(step):
+        if step.is_stale(self.routes):
             return
         for g in self._asked[step.update]:
             group = self.tables.groups[g]
             if group.lookahead is not None and g not in step.announced:
                 ids, offsets, _ = self._inputs(step, g)
                 step.announced[g] = group.lookahead.announce(ids, offsets)
-
-    def is_stale(self, step: Step) -> bool:
-        """Whether a step left under another plan."""
-        return step.receiving.routes is not self.routes
 
     def withdraw(self, step: Step) -> None:
         """Tell the stores that a batch that was announced will not be looked up."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..comms.exchange import Pending
     from .id_map import Renewal
     from .route import Division, ReplicatedBatch, Sending
+    from .routes import Routes
     from .wire import Receiving
 
 # of a step: what has been done for it
@@ -119,6 +120,10 @@ class Step(_Referable):
     # that are trained by their gradient
     replicated_rows: dict[int, Tensor] | None = None
     dense_rows: dict[int, Tensor] | None = None
+
+    def is_stale(self, routes: Routes) -> bool:
+        """Whether it left under another plan than that of `routes`."""
+        return self.receiving.routes is not routes
 
     def settle(self) -> None:
         """Wait for what travels, without a look at it; on the stream that sent it, to whose memory it returns."""

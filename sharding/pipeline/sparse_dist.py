@@ -357,7 +357,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         prefetch: batches whose rows come ahead, while slots are free; 0 leaves them to the lookup.
 
     Raises:
-        ValueError: either is negative.
+        ValueError: either is no number of batches.
     """
 
     # by default
@@ -380,8 +380,8 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         ahead: int = 0,
         prefetch: int = 1,
     ) -> None:
-        if ahead < 0 or prefetch < 0:
-            raise ValueError(f"ahead and prefetch: batches, none of them negative; got {ahead} and {prefetch}")
+        if any(not isinstance(count, int) or count < 0 for count in (ahead, prefetch)):
+            raise ValueError(f"ahead and prefetch: batches, none of them negative; got {ahead!r} and {prefetch!r}")
         self._known, self._prefetched = ahead, prefetch
         # those whose ids are here, and one whose ids travel
         self._batches_ahead = (max(prefetch, 1) + ahead if ahead else prefetch) + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from typing import Any
 
 import pytest
@@ -46,7 +47,8 @@ class Model(nn.Module):
 
 
 def kjt(step: int, rank: int | None = None) -> KeyedJaggedTensor:
-    return batch_of(step, rank=rank).pooled.permute([0, 1])
+    features: KeyedJaggedTensor = batch_of(step, rank=rank).pooled.permute([0, 1])
+    return features
 
 
 def step_alone(model: Any, optimizer: Any, step: int, rank: int | None = None) -> Tensor:
@@ -61,7 +63,7 @@ def in_epochs(model: Any, *, resets: bool) -> list[Tensor]:
     """Three steps of a pipeline that had seven batches under way, three times over."""
     outputs = []
     for epoch in range(3):
-        pipeline = PrefetchTrainPipelineSparseDist(model, dense_optimizer(model), CPU, ahead=4, prefetch=2)
+        pipeline: Any = PrefetchTrainPipelineSparseDist(model, dense_optimizer(model), CPU, ahead=4, prefetch=2)
         batches = iter([kjt(10 * epoch + n, 0) for n in range(10)])
         outputs += [pipeline.progress(batches).clone() for _ in range(3)]
         if resets:
@@ -134,7 +136,7 @@ def copy_under_way() -> bool:
     plan = plans(Tier(30, max_slots=1.0))[1]
     model: Any = DistributedModelParallel(Model(), plan=ShardingPlan({"pooled": plan}))
     optimizer = dense_optimizer(model)
-    pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, CPU, ahead=3, prefetch=2)
+    pipeline: Any = PrefetchTrainPipelineSparseDist(model, optimizer, CPU, ahead=3, prefetch=2)
     batches = iter([kjt(n) for n in range(12)])
     for _ in range(4):
         pipeline.progress(batches)
@@ -150,3 +152,11 @@ def copy_under_way() -> bool:
 def test_a_copy_is_made_while_batches_are_under_way(world: int) -> None:
     """It kept the batches of the original, which nobody looks up, for ever."""
     assert run_ranks(world, copy_under_way) == [True] * world
+
+
+@pytest.mark.parametrize("given", [{"ahead": -1}, {"ahead": math.nan}, {"prefetch": 1.5}, {"ahead": "3"}])
+def test_what_is_no_number_of_batches_is_refused(given: dict[str, Any]) -> None:
+    """NaN passed for a window, and 1.5 failed in the first step by the words of islice."""
+    model = Model()
+    with pytest.raises(ValueError, match="ahead and prefetch: batches, none of them negative; got "):
+        PrefetchTrainPipelineSparseDist(model, dense_optimizer(model), CPU, **given)

@@ -56,7 +56,7 @@ def batch(step: int) -> KeyedJaggedTensor:
 
 
 def line_of(step: int, output: Tensor) -> str:
-    return f"{step} {output.double().sum().item().hex()}\n"
+    return f"{step} {float(output.double().sum()).hex()}\n"
 
 
 def train(folder: Path, ready: Connection) -> None:
@@ -69,7 +69,7 @@ def train(folder: Path, ready: Connection) -> None:
     begin = int(saved[-1].name.removeprefix("step-")) if saved else 0
     if saved:
         checkpoint.load(saved[-1], model)
-    pipeline = PrefetchTrainPipelineSparseDist(
+    pipeline: Any = PrefetchTrainPipelineSparseDist(
         model, torch.optim.SGD(model.over.parameters(), 0.05), "cpu", ahead=6, prefetch=2
     )
     batches = map(batch, range(begin, STEPS))

@@ -151,7 +151,7 @@ def one_disk_is_full(when: str) -> str:
 
     options = {"t": TableOptions(tier=Tier(10, max_slots=1.0, below=below))}
     shards = layout.row_wise("t", ROWS, 4, [0, 1])
-    said = error_of(
+    said: str = error_of(
         ShardedEmbeddingBagCollection, tables(), shards, ShardingEnv.from_process_group(world_group()),
         torch.device("cpu"), default_optimizer=(torch.optim.SGD, {"lr": 0.1}), options=options,
     )  # fmt: skip
