@@ -85,8 +85,11 @@ class LookaheadStore(RowStore, Protocol):
     of slots.
     """
 
-    def announce(self, ids: Tensor, offsets: Tensor) -> Any:
-        """Say that a batch will come; batches come in the order in which they were announced. For `resolve`."""
+    def announce(self, ids: Tensor, offsets: Tensor, owner: object = None) -> Any:
+        """Say that a batch will come; batches come in the order in which they were announced. For `resolve`.
+
+        Once nobody has the `owner` it is as if the batch was withdrawn.
+        """
         ...
 
     def withdraw(self, announced: Any) -> None:

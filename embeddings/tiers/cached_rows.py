@@ -171,10 +171,14 @@ class CachedRows:
 
     # ---- batches
 
-    def announce(self, ids: Tensor, offsets: Tensor) -> Announced:
+    def announce(self, ids: Tensor, offsets: Tensor, owner: object = None) -> Announced:
         """As `LookaheadStore.announce`."""
         with self._turns.turn():
-            return self.residency.announce_ids(ids, offsets, self._lookups())
+            announced = self.residency.announce_ids(ids, offsets, self._lookups())
+        if owner is not None:
+            # a pipeline that is left withdraws nothing
+            weakref.finalize(owner, _forget, weakref.ref(self), announced).atexit = False
+        return announced
 
     def _lookups(self) -> Lookups:
         """Features by the numbers of rows; made anew where slots or memory have moved."""
@@ -592,6 +596,13 @@ class CachedRows:
         self._transfers.close()
         for below in self.below:
             below.close()
+
+
+def _forget(store: weakref.ref[CachedRows], announced: Announced) -> None:
+    """Withdraw a batch that nobody has any more."""
+    cached = store()
+    if cached is not None and announced.is_pending:
+        cached._turns.soon(partial(cached.withdraw, announced))
 
 
 def _abandon(store: weakref.ref[CachedRows], number: int, lease: Lease) -> None:

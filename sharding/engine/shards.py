@@ -6,7 +6,7 @@ Letters as in routes.py.
 from __future__ import annotations
 
 import operator
-from collections import deque
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -54,7 +54,12 @@ class LocalShards:
         # whether a batch may want more rows on some rank than have slots there; all ranks know
         self.may_lack_slots = _may_lack_slots(routes)
         # steps whose rows were brought ahead of their lookup, the oldest first
-        self._prefetched: deque[Step] = deque()
+        # weak, for those of a pipeline that is left would hold their rows for ever
+        self._prefetched: list[weakref.ref[Step]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Batches that are under way are none of a copy's."""
+        return {**self.__dict__, "_prefetched": []}
 
     def translate(self, step: Step, id_maps: Mapping[str, IdMap]) -> None:
         """Replace the ids that came for tables with an id map by their rows."""
@@ -97,8 +102,9 @@ class LocalShards:
         What has room stays, and a later call, or the lookup, asks for the rest. `forward_stream` is where the lookup
         will be, if that is another stream than the current one: stores that know nothing of streams are called there.
         """
-        if step not in self._prefetched:
-            self._prefetched.append(step)
+        ahead = self._ahead()
+        if step not in ahead:
+            self._prefetched = [weakref.ref(other) for other in (*ahead, step)]
         for g in self._asked[step.update]:
             if g in step.leases:
                 continue
@@ -118,7 +124,7 @@ class LocalShards:
             group = self.tables.groups[g]
             if group.lookahead is not None and g not in step.announced:
                 ids, offsets, _ = self._inputs(step, g)
-                step.announced[g] = group.lookahead.announce(ids, offsets)
+                step.announced[g] = group.lookahead.announce(ids, offsets, step)
 
     def withdraw(self, step: Step) -> None:
         """Tell the stores that a batch that was announced will not be looked up."""
@@ -128,13 +134,20 @@ class LocalShards:
             assert store is not None
             store.withdraw(of_group)
 
+    def _ahead(self, without: Step | None = None) -> list[Step]:
+        """The batches that were prefetched and not looked up, in their order; one is taken out."""
+        ahead = [step for ref in self._prefetched if (step := ref()) is not None and step is not without]
+        if without is not None:
+            self._prefetched = [weakref.ref(step) for step in ahead]
+        return ahead
+
     def _with_room(self, group: TableGroup, look_up: Callable[[], T]) -> T:
         """A lookup, which cannot wait: rows that later batches have ahead make room for it, those of the last first."""
         while True:
             try:
                 return look_up()
             except NoFreeSlots:
-                ahead = ((one, g) for one in reversed(self._prefetched) for g in one.leases)
+                ahead = ((one, g) for one in reversed(self._ahead()) for g in one.leases)
                 holder = next(((one, g) for one, g in ahead if self.tables.groups[g] is group), None)
                 if holder is None:
                     raise
@@ -162,17 +175,16 @@ class LocalShards:
         if step.renewals:
             self.renew(step)
         prefetched, step.leases = step.leases, {}
-        if step in self._prefetched:
-            self._prefetched.remove(step)
+        ahead = self._ahead(without=step)
         for g in self._asked[step.update]:
             group, part, (ids, offsets, factors) = groups[g], self.parts[g], self._inputs(step, g)
             try:
                 there = prefetched.get(g)
-                if there is None and group.lookahead is None and not self._prefetched:
+                if there is None and group.lookahead is None and not ahead:
                     there = group.store.resolve(ids, offsets, group.step)
                 elif there is None:
                     resolve = partial(self._resolve, step, g, group, ids, offsets)
-                    there = self._with_room(group, resolve) if self._prefetched else resolve()
+                    there = self._with_room(group, resolve) if ahead else resolve()
                 slots, lease = there
             except (NoFreeSlots, TooManyRows) as error:
                 self.note_lack(step, error)
@@ -351,8 +363,7 @@ class LocalShards:
 
     def release(self, step: Step, *, changed: bool) -> None:
         """Let the slots of a step go, after its update or, not `changed`, where none came."""
-        if step in self._prefetched:
-            self._prefetched.remove(step)
+        self._ahead(without=step)
         for g, (_, lease) in step.leases.items():
             group = self.tables.groups[g]
             if changed:

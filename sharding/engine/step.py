@@ -30,8 +30,14 @@ if TYPE_CHECKING:
 STARTED, IDS_SENT, IDS_RECEIVED, LOOKED_UP = range(4)
 
 
+class _Referable:
+    """What weak references may be made of; a dataclass with slots has them since Python 3.11."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(eq=False, slots=True)
-class Step:
+class Step(_Referable):
     """What one batch of one collection needs, on this rank."""
 
     # whether a backward may follow: replicated tables then learn every rank's ids
