@@ -175,7 +175,7 @@ class LocalShards:
         if step.renewals:
             self.renew(step)
         prefetched, step.leases = step.leases, {}
-        ahead = self._ahead(without=step)
+        ahead = self._ahead(without=step) if self._prefetched else []
         for g in self._asked[step.update]:
             group, part, (ids, offsets, factors) = groups[g], self.parts[g], self._inputs(step, g)
             try:
@@ -363,7 +363,8 @@ class LocalShards:
 
     def release(self, step: Step, *, changed: bool) -> None:
         """Let the slots of a step go, after its update or, not `changed`, where none came."""
-        self._ahead(without=step)
+        if self._prefetched:
+            self._ahead(without=step)
         for g, (_, lease) in step.leases.items():
             group = self.tables.groups[g]
             if changed:
