@@ -31,7 +31,8 @@ class CacheSetting:
     Args:
         rows: of the table.
         slots: rows on the device at first.
-        max_slots: up to so many they grow where a batch alone needs more; None does not grow.
+        max_slots: up to so many they grow where a batch needs more beside those that are held; None does not grow.
+        alone: they grow only where a batch alone needs more, which a run without `max_slots` refuses.
         policy: by name, or a function, as `Tier`.
         half_life: of "aged_lfu", in batches.
         ahead: batches whose rows are known before they come, W.
@@ -45,6 +46,7 @@ class CacheSetting:
     half_life: int = 64
     ahead: int = 0
     prefetch: int = 0
+    alone: bool = False
 
     def __post_init__(self) -> None:
         for what, least in (("rows", 1), ("slots", 1), ("ahead", 0), ("prefetch", 0)):
@@ -165,7 +167,11 @@ class Simulation:
             try:
                 return self.residency.want(rows, announced)
             except TooFewSlots as error:
-                full = next((t for t, slots in error.needed.items() if slots > self._most(t)), None)
+                waits = bool(self._leases)
+                full = next(
+                    (t for t, n in error.needed.items() if n > self._most(t) or (waits and self.settings[t].alone)),
+                    None,
+                )
                 if full is None:
                     self._grow(error.needed)
                     continue

@@ -307,7 +307,7 @@ class FullyShardedShards(LocalShards):
     def __getstate__(self) -> dict[str, Any]:
         # what travels cannot be copied
         self.complete()
-        return self.__dict__
+        return super().__getstate__()
 
 
 def blank_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:

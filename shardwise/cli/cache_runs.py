@@ -263,7 +263,7 @@ def _ranges(table: TracedTable, asked: Asked, placed: Mapping[str, Placed] | Non
         slots = _slots_of(0.1 if given is None else given, rows, rows / table.rows)
         setting = CacheSetting(
             rows, slots, rows, asked.policy or of_plan.policy or "aged_lfu",
-            asked.half_life or of_plan.half_life or 64, asked.ahead, asked.prefetch,
+            asked.half_life or of_plan.half_life or 64, asked.ahead, asked.prefetch, of_plan.max_slots is None,
         )  # fmt: skip
         curves = TraceCurves(rows, asked.skip) if asked.curves else None
         found.append(_Range(table, begin, end, shards, of_plan.on_disk, Simulation(setting), curves))

@@ -1,7 +1,9 @@
-"""Counters of tables that share a group and a pipeline, whose prefetches stall, are those of their simulation."""
+"""Pipelines over caches: counters of tables that share a group are simulated, and one that is left holds nothing."""
 
 from __future__ import annotations
 
+import gc
+import pickle
 import random
 from typing import Any
 
@@ -83,3 +85,25 @@ def test_prefetches_that_stall_in_one_table_of_a_group_are_simulated_to_the_last
     said = {name: [getattr(table, f) for f in fields] for name, table in zip(rows, simulation.tables, strict=True)}
     assert ran == said
     assert sum(table.stalls for table in simulation.tables) > 0
+
+
+def test_a_pipeline_that_is_left_holds_no_rows_and_is_expected_no_more() -> None:
+    """The rows that it had prefetched kept their slots for ever, and the window waited for its batches: with every
+    pipeline there were fewer slots, and more memory."""
+    rows = {"t0": 300, "t1": 200}
+    model = tiered(Model(rows), {name: Tier(120) for name in rows}, device="cpu")
+    batches = batches_of(rows, random.Random(1))
+    tables: Any = model.get_submodule("tables")
+    (store,) = tables.cached_stores()
+    for _ in range(3):
+        pipeline: Any = PrefetchTrainPipelineSparseDist(
+            model, torch.optim.SGD([torch.zeros(1)]), "cpu", ahead=8, prefetch=2
+        )
+        coming = iter(batches)
+        for _ in range(5):
+            pipeline.progress(coming)
+        assert store.is_in_use() and int(store.residency.held.sum()) > 0
+        assert pickle.loads(pickle.dumps(tables.shards)).tables is not None
+        del pipeline
+        gc.collect()
+        assert not store.is_in_use() and int(store.residency.held.sum()) == 0
