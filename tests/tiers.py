@@ -20,7 +20,8 @@ TIERS = ("quick", "test", "all")
 # the folders in tests/ that have tests of a phase; the torch path is in all
 FOLDERS: dict[str, tuple[str, ...]] = {
     "interpreted": (
-        "kernels", "bad_input", "embeddings/collections", "fbgemm", "perf/compile", "perf/gpu_scripts", "perf/tune",
+        "kernels", "bad_input", "embeddings/collections", "embeddings/tiers", "fbgemm", "perf/compile",
+        "perf/gpu_scripts", "perf/tune",
     ),
     "compiled": ("perf/compile", "perf/gpu", "perf/gpu_scripts"),
     "executed": ("perf/gpu",),

@@ -148,8 +148,8 @@ def _with_slots(request: Request, problem: Problem, solution: Solution) -> tuple
     with_slots: Any = getattr(request.cost, "with_slots", None)
     # misses between two sizes are on a line above their curve, but for the sizes about those of the round before
     for _ in range(_ROUNDS):
-        slots = {} if with_slots is None else refined(problem, best)
-        if not slots:
+        slots = refined(problem, best) if with_slots is not None else {}
+        if with_slots is None or not slots:
             break
         finer = replace(request, cost=with_slots({by_name[path]: count for path, count in slots.items()}))
         refined_problem, _ = problem_of(finer)

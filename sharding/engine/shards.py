@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -54,15 +54,11 @@ class LocalShards:
         # whether a batch may want more rows on some rank than have slots there; all ranks know
         self.may_lack_slots = _may_lack_slots(routes)
         # steps whose rows were brought ahead of their lookup, the oldest first, as long as somebody has them under way
-        self._prefetched: WeakKeyDictionary[Step, None] = WeakKeyDictionary()
+        self._prefetched: list[ref[Step]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # batches that are under way are none of a copy's
-        return {**self.__dict__, "_prefetched": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._prefetched = WeakKeyDictionary()
+        return {**self.__dict__, "_prefetched": []}
 
     def translate(self, step: Step, id_maps: Mapping[str, IdMap]) -> None:
         """Replace the ids that came for tables with an id map by their rows."""
@@ -108,7 +104,9 @@ class LocalShards:
         if step.is_stale(self.routes):
             # its forward routes it anew
             return True
-        self._prefetched.setdefault(step, None)
+        if not step.is_ahead:
+            step.is_ahead = True
+            self._prefetched.append(ref(step, self._prefetched.remove))
         for g in self._asked[step.update]:
             if g in step.leases:
                 continue
@@ -140,13 +138,20 @@ class LocalShards:
             assert store is not None
             store.withdraw(of_group)
 
+    def _is_ahead_no_more(self, step: Step) -> None:
+        step.is_ahead = False
+        for prefetched in [*self._prefetched]:
+            if prefetched() is step:
+                self._prefetched.remove(prefetched)
+
     def _with_room(self, group: TableGroup, look_up: Callable[[], T]) -> T:
         """A lookup, which cannot wait: rows that later batches have ahead make room for it, those of the last first."""
         while True:
             try:
                 return look_up()
             except NoFreeSlots:
-                ahead = ((one, g) for one in reversed([*self._prefetched]) for g in one.leases)
+                steps = [one for last in reversed(self._prefetched) if (one := last()) is not None]
+                ahead = ((one, g) for one in steps for g in one.leases)
                 holder = next(((one, g) for one, g in ahead if self.tables.groups[g] is group), None)
                 if holder is None:
                     raise
@@ -174,7 +179,8 @@ class LocalShards:
         if step.renewals:
             self.renew(step)
         prefetched, step.leases = step.leases, {}
-        self._prefetched.pop(step, None)
+        if step.is_ahead:
+            self._is_ahead_no_more(step)
         for g in self._asked[step.update]:
             group, part, (ids, offsets, factors) = groups[g], self.parts[g], self._inputs(step, g)
             try:
@@ -362,7 +368,8 @@ class LocalShards:
 
     def release(self, step: Step, *, changed: bool) -> None:
         """Let the slots of a step go, after its update or, not `changed`, where none came."""
-        self._prefetched.pop(step, None)
+        if step.is_ahead:
+            self._is_ahead_no_more(step)
         for g, (_, lease) in step.leases.items():
             group = self.tables.groups[g]
             if changed:

@@ -75,6 +75,8 @@ class Step(_Referable):
     replicated: list[ReplicatedBatch] = field(init=False)
     division: Division | None = None
     divided_ahead: bool = False
+    # whether its rows were asked for before its lookup
+    is_ahead: bool = False
     # sizes of the message to each rank, on their way; all that there is of a batch that is bad on this rank
     header: PendingHeader = field(init=False)
 

@@ -95,8 +95,8 @@ def test_a_victim_goes_out_before_the_newcomer_comes_in(where: torch.device) -> 
     assert layout == ((0, 8), 64)
     records = torch.zeros(3, layout.nbytes, dtype=torch.uint8, device=where)
     records.view(F32)[2, :3] = torch.tensor([7.0, 8.0, 9.0])
-    numbers = [torch.tensor([n], device=where) for n in (1, 0, 2)]
-    move_rows([weights, state], records, *numbers)
+    slot, save, load = (torch.tensor([n], device=where) for n in (1, 0, 2))
+    move_rows([weights, state], records, slot, save, load)
     assert records.view(F32)[:, :3].tolist() == [[3, 4, 6], [0, 0, 0], [7, 8, 9]]
     assert weights.tolist() == [[1, 2], [7, 8]] and state.tolist() == [5, 9]
 
@@ -166,8 +166,8 @@ def test_opcheck(device: str) -> None:
 
 
 def test_it_compiles() -> None:
-    def step(parts: list[Tensor], *rest: Tensor) -> Tensor:
-        move_rows(parts, *rest)
+    def step(parts: list[Tensor], records: Tensor, slots: Tensor, saves: Tensor, loads: Tensor) -> Tensor:
+        move_rows(parts, records, slots, saves, loads)
         return parts[0] + 1
 
     expected, got = inputs(CASES[1], torch.device("cpu")), inputs(CASES[1], torch.device("cpu"))
