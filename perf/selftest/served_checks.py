@@ -52,7 +52,8 @@ class Served:
         if not self.writes:
             return result
         changed = [each for i in self.writes for each in (given[i] if isinstance(given[i], list) else [given[i]])]
-        return (*([] if result is None else [result]), *changed)
+        results = [] if result is None else result if isinstance(result, tuple) else [result]
+        return (*results, *changed)
 
 
 def few_numbers(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32, broken: bool = True) -> Tensor:
