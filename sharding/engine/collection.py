@@ -491,7 +491,7 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
         sees no update that comes in between. A gradient of per-id weights is of the rows as they are in the backward.
         Nothing either for a batch that left under another plan: its forward routes it anew.
         """
-        if step.is_stale(self._routes):
+        if step.receiving.routes is not self._routes:
             return
         if all_tables and step.dense_rows is None:
             if self._routes.replicas:

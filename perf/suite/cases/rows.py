@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import Feature, initial_rows, lowest, move_rows, pack_features
-from shardwise.kernels.rows import LRU, Lookups, Marks, Scoring, SlotTables, release, want
+from shardwise.kernels.rows import LRU, Lookups, Marks, Scoring, SlotTables, want
 from shardwise.kernels.rows.initial_rows import initial_rows_ref
 from shardwise.kernels.rows.lowest import lowest_ref
 from shardwise.kernels.rows.move_rows import layout_of, move_rows_ref
-from shardwise.kernels.rows.residency import Victims
+from shardwise.kernels.rows.slots import release_slots
 from shardwise.perf.suite.case import Call, Case, Ready, Setting
 from shardwise.perf.suite.cases.lookup import CUDA, EVERY, INPUTS
 from shardwise.perf.suite.declared_rows import cache_batch_bytes, initial_rows_bytes, lowest_bytes, move_rows_bytes
@@ -164,7 +164,7 @@ def _batch(setting: Setting) -> Ready:
 
     def run(state: SlotTables, marks: Marks, ids: Tensor) -> Tensor:
         wanted = want(state, marks, ids, offsets, lookups, Scoring(LRU, next(numbers), 0), keeps=False)
-        release(state, wanted.slots, Victims(), changed=True)
+        release_slots(wanted.slots, state.held, state.dirty, True)
         return wanted.counts
 
     def by_torch(state: SlotTables, ids: Tensor) -> Tensor:
