@@ -213,7 +213,8 @@ class CachedRows:
             self._move(held)
             if self.traces is not None:
                 self._trace(lease, self.traces)
-            self._counting.append(Fetched(lease.counts))
+            # as they lie in memory: a copy to the host takes no kernel then
+            self._counting.append(Fetched(lease.counts.t()))
             self._take_counts(wait=False)
             return slots, held
 
@@ -339,7 +340,7 @@ class CachedRows:
     def _take_counts(self, *, wait: bool) -> None:
         """Add up the counts of batches that are here, or of all."""
         while self._counting and (wait or self._counting[0].is_here()):
-            self._count(self._counting.popleft().get())
+            self._count(self._counting.popleft().get().t())
 
     def _count(self, moved: Tensor) -> None:
         for t, (hits, missing, fresh, saves) in zip(self.residency._order, moved.tolist(), strict=True):
