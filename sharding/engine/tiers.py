@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,7 @@ from shardwise.kernels import initial_rows
 
 from ...planner.layout import Shard, Tier
 from ..comms.exchange import Exchange
+from ..plan.caches import shared_folder
 from .routes import Table
 from .stages import StagedModule, StepContext
 from .step import Step
@@ -78,8 +80,12 @@ def _below(tier: Tier, shard: Shard, rows: int, rank: int, *, pinned: bool) -> C
     ram_rows = Tier.rows_of(tier.ram_rows, shard.rows[1] - shard.rows[0], (shard.rows[1] - shard.rows[0]) / rows)
 
     def over_file(rows: int, record_bytes: int) -> Backing:
-        # ranks of one host have files of their own, and so have the tables of a rank; another job in this folder not
-        file = FileRecords(rows, record_bytes, str(tier.folder), name=f"{shard.table}.{rank}.{next(_files)}")
+        # ranks of one host have files of their own, and so have the tables of a rank; another job in this folder not,
+        # but in one that nobody chose
+        name = f"{shard.table}.{rank}.{next(_files)}"
+        if tier.folder == shared_folder():
+            name = f"{name}.{os.getpid()}"
+        file = FileRecords(rows, record_bytes, str(tier.folder), name=name)
         return file if ram_rows is None else RamOverFile(file, rows, record_bytes, ram_rows=ram_rows, pinned=pinned)
 
     return over_file

@@ -113,7 +113,12 @@ def asked_tier(
     width = max((cut.shard_sizes[1] for cut in cuts), default=dim)
     row = RowBytes(rows, height, width * dtype.itemsize, record_bytes(width, dtype, rule))
     name = sharding.compute_kernel if kernel is None else kernel
-    return tier_of(name, settings, row, folder=os.path.join(tempfile.gettempdir(), "shardwise"))
+    return tier_of(name, settings, row, folder=shared_folder())
+
+
+def shared_folder() -> str:
+    """Where rows lie of which nobody says where: that of all jobs of this host, each with file names of its own."""
+    return os.path.join(tempfile.gettempdir(), "shardwise")
 
 
 def within_memory(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import sys
 import tempfile
 import warnings
 import zlib
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,7 @@ from shardwise.embeddings.optim.fbgemm_types import (
 from shardwise.planner.layout import Shard, TableOptions, Tier
 from shardwise.sharding import CacheParams, column_wise, data_parallel, row_wise, table_wise
 from shardwise.sharding.comms.qcomms import CommType, QCommsConfig, get_qcomm_codecs_registry
+from shardwise.sharding.engine import tiers as engine_tiers
 from shardwise.sharding.modules.fused_params import SETTINGS, settings_from
 from shardwise.sharding.plan.caches import KeyValueParams, within_memory
 
@@ -394,6 +398,31 @@ def test_settings_of_caches_in_fused_params_make_the_tier_of_tables_that_have_on
         # where nothing is below the device, what it asks for is so
         with pytest.warns(UserWarning, match=f"fused_params: {name} have no effect: the plan has no table with rows"):
             sharded(collection(), {}, {name: value})
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX")
+@pytest.mark.parametrize("chosen", [False, True])
+def test_jobs_share_the_folder_that_none_of_them_chose(
+    chosen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs of a host with `key_value` tables and no folder refused each other."""
+    import fcntl
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(engine_tiers, "_files", count())
+    folder = tmp_path / "shardwise"
+    folder.mkdir()
+    with ExitStack() as files:
+        for number in range(3):
+            other = files.enter_context(open(folder / f"a.0.{number}.lock", "w"))
+            fcntl.flock(other, fcntl.LOCK_EX)
+        if chosen:
+            # the same folder, by a name that somebody gave
+            with pytest.raises(BlockingIOError, match="give each job a folder of its own"):
+                given = {"ssd_storage_directory": f"{tmp_path}/./shardwise"}
+                sharded(collection(), {"a": {"compute_kernel": "key_value"}}, given)
+        else:
+            assert tier_in(sharded(collection(), {"a": {"compute_kernel": "key_value"}}, {})) is not None
 
 
 def test_what_a_plan_says_of_a_cache_goes_before_fused_params() -> None:
