@@ -53,8 +53,8 @@ def record_trace(
         most: steps at most; None takes the loader to its end, which some do not have.
 
     Raises:
-        ValueError: no tables; a batch without their features; an id that is none of a table's rows; `merge` or `most`
-            not positive. No file is left then.
+        ValueError: no tables; no step; a batch without their features; an id that is no integer, or none of a table's
+            rows; `merge` or `most` not positive. No file is left then.
     """
     for what, value in (("merge", merge), ("most", most)):
         if value is not None and value < 1:
@@ -77,6 +77,9 @@ def record_trace(
                 ids[each.table.name] = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
             samples = sum(max((kjt.stride() for kjt in features), default=0) for features in step)
             writer.add(samples, ids)
+        if not writer.batches:
+            steps = "a batch" if merge == 1 else f"{merge} batches, which merge={merge} makes a step of"
+            raise ValueError(f"record_trace: the loader did not give {steps}: there is nothing to record")
     return Trace(path)
 
 
@@ -146,6 +149,8 @@ def _by_feature(features: Iterable[KeyedJaggedTensor]) -> dict[str, list[Tensor]
     """Ids of each feature."""
     ids: dict[str, list[Tensor]] = {}
     for kjt in features:
+        if kjt.values().is_floating_point():
+            raise ValueError(f"features {', '.join(kjt.keys())}: ids must be integers, got {kjt.values().dtype}")
         for key, values in zip(kjt.keys(), torch.split(kjt.values(), kjt.length_per_key()), strict=True):
             ids.setdefault(key, []).append(values.to("cpu", torch.int64))
     return ids

@@ -196,6 +196,18 @@ def test_a_loader_of_the_library_is_recorded(tmp_path: Path) -> None:
     assert trace.batches == 4 and all(batch.samples == 16 for batch in trace)
 
 
+def test_a_loader_without_a_step_and_ids_that_are_no_integers_are_refused(path: Path) -> None:
+    floats = KeyedJaggedTensor(["a", "b"], torch.ones(2), lengths=torch.tensor([1, 1]))
+    for batches, merge, text in (
+        ([], 1, "the loader did not give a batch: there is nothing"),
+        (kjts(2), 3, "the loader did not give 3 batches, which merge=3 makes a step of"),
+        ([floats], 1, "features a, b: ids must be integers, got torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            record_trace(batches, model(), path, merge=merge)
+        assert not path.exists()
+
+
 def test_a_batch_without_the_features_of_a_table_is_refused(path: Path) -> None:
     with pytest.raises(ValueError, match=r"table 't': batch 0 has none of its features a, b: it has no KeyedJagged"):
         record_trace([torch.zeros(3)], model(), path)
