@@ -49,8 +49,13 @@ def test_after_a_job_that_failed_all_fail_with_its_error() -> None:
 def test_closing_waits_or_cancels() -> None:
     done = list[int]()
     for cancel in (False, True):
-        queue, free = IoQueue("user"), threading.Event()
-        jobs = [queue.submit(free.wait), *(queue.submit(partial(done.append, n)) for n in range(3))]
+        queue, free, begun = IoQueue("user"), threading.Event(), threading.Event()
+        jobs = [
+            queue.submit(lambda begun=begun, free=free: (begun.set(), free.wait())),
+            *(queue.submit(partial(done.append, n)) for n in range(3)),
+        ]
+        # what has not begun is cancelled
+        assert begun.wait(60)
         threading.Timer(0.1, free.set).start()
         queue.close(cancel=cancel)
         assert all(job.done for job in jobs)
