@@ -42,7 +42,7 @@ _OTHERS = (
     r".* (beside|shifted|tile|tuned|features|padded|masks|weighted|and|to \w*float16|l2|decoupled|mean|long|half)\b"
     r"|.* (blocks|batches|i32 i64|i64 i32|i32 ids|i32 offsets|300 buckets|\d+ samples|\d times|small|broadcast|bool)\b"
     r"|.* fp32 scales(?! behind| in front)|.* \(\d+\) float16|.* boxes of (1|4|5|100) |.* (3|20) tables "
-    r"|(claim|mark|list)_rows .*(several|window|no policy|alone|-2)|take_slots policy [0-2]|.* did not"
+    r"|(claim|mark)_rows .*(several|window|no policy|alone)|take_slots policy [0-2]|.* did not"
     r"|move_rows (of|.*adam)"
 )
 _DIMS = r".*\bD=(128\b|3 fp32)|fp8_part_ends .*\bD=1023|(?!.*\bD=)"  # README.md says so
