@@ -112,17 +112,20 @@ def train(case: Case, rank: int, world: int, tier: Tier | None) -> tuple[dict[st
     try:
         for step, (loss, rows) in enumerate(steps(case, model, dense, rank, world)):
             digests |= {f"loss of step {step}": digest(loss), f"output of step {step}": digest(rows)}
-            if not loss.isfinite():
-                digests[_ENDED] = f"step {step}: the loss is {loss}"
+            finite = loss.isfinite().float()
+            # ranks end together
+            dist.all_reduce(finite, dist.ReduceOp.MIN)
+            if not finite:
+                digests[_ENDED] = f"step {step}: a loss is not finite"
                 return digests, model
-    except OverflowError as error:
+    except ArithmeticError as error:
         digests[_ENDED] = str(error)
     model.eval()
     try:
         with torch.no_grad():
             _, (_, rows) = model(batch_of(case.mix, STEPS, rank, world, learned=False))
         digests["output of evaluation"] = digest(rows)
-    except OverflowError as error:
+    except ArithmeticError as error:
         digests["output of evaluation"] = str(error)
     for name, value in model.state_dict().items():
         digests |= {f"weight {name}{where}": digest(part) for where, part in worker._parts(value)}
