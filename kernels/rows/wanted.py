@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._op import INTERPRETED, next_power_of_2, register, runs_kernel, tl, triton
-from ..features import FIELDS, FIRST_ROW, ROWS, feature_of_position, segment_of_position
+from ..features import FIELDS, FIRST_ROW, ROWS, feature_of_position, locate_ids, segment_of_position
 from .residency_numbers import EMPTY_KEYS, LFU, LRU, SCORES
 
 # ids of a program, one a thread, as neighbours read neighbours; tables that it counts at least: a warp of AMD's
@@ -33,17 +33,8 @@ def chunk_count(words: int) -> int:
 
 def rows_of_ids(ids: Tensor, offsets: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """The rows [N] of ids, counted over all tables, -1 of what lies in no table; and the feature [N] of each."""
-    count = features.shape[0]
-    samples = (offsets.shape[0] - 1) // max(count, 1)
-    ends = offsets[samples::samples].contiguous() if samples else offsets[:0]
-    feature = torch.bucketize(torch.arange(ids.shape[0], device=ids.device), ends, right=True)
-    used = feature < ends.shape[0]
-    if not count:
-        return torch.full_like(feature, -1), feature
-    feature = feature.clamp(max=count - 1)
-    ids = ids.long()
-    inside = used & (ids >= 0) & (ids < features[feature, ROWS])
-    return torch.where(inside, ids + features[feature, FIRST_ROW], -1), feature
+    _, feature, inside = locate_ids(ids, offsets, features)
+    return torch.where(inside, ids.long() + features[feature, FIRST_ROW], -1), feature
 
 
 def _first_of_each(rows: Tensor) -> Tensor:
