@@ -260,6 +260,12 @@ def _as_sent(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.itemsize < 4 else tensor
 
 
+def part(group: dist.ProcessGroup | None) -> None:
+    """Return once every rank of the group has called this, or has left the group without."""
+    with suppress(RuntimeError):
+        dist.barrier(group)
+
+
 def hang_up(group: dist.ProcessGroup) -> None:
     """Close this rank's connections in a group: its collectives end with an error, here and on their other ends."""
     with suppress(RuntimeError):

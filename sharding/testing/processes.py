@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from shardwise._installed import STAND_INS
 
+from ..comms.exchange import part
 from .environment import get_free_port, init_distributed_single_host, seed_and_log
 
 # how long the other ranks may take to fail by themselves after the first failure
@@ -70,8 +71,7 @@ class MultiProcessContext:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # all groups, those of hosts too
-        dist.destroy_process_group()
+        _leave_groups(self.pg, error)
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = self._tf32
 
@@ -106,7 +106,7 @@ class SingleProcessContext:
         return self
 
     def __exit__(self, *error: object) -> None:
-        dist.destroy_process_group()
+        _leave_groups(self.pg, error)
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = self._tf32
 
 
@@ -225,6 +225,17 @@ def run_local_multi_process_func(
         [(call, arguments)] = calls
         return [call(**arguments)]
     return _call_on_ranks(calls, multiprocessing_method)
+
+
+def _leave_groups(pg: dist.ProcessGroup | None, error: tuple[object, ...]) -> None:
+    """Destroy all groups, those of hosts too, once every rank is done with them.
+
+    The first rank serves the store by which another one may still be making a group. A rank that failed waits for
+    nobody; those that wait for it go on when its connections close.
+    """
+    if error[0] is None:
+        part(pg)
+    dist.destroy_process_group()
 
 
 def check_required_env_vars() -> None:
