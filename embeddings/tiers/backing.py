@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -58,7 +59,25 @@ class HostRecords:
     def __init__(self, rows: int, record_bytes: int, *, pinned: bool = False) -> None:
         require_shape(rows, record_bytes)
         self.pinned = pinned
+        # whose memory this is a part of
+        self._whole: HostRecords | None = None
         self._records, self._release = self._take(rows, record_bytes)
+
+    def split(self, rows: Sequence[int]) -> list[HostRecords]:
+        """Its memory dealt out to tables of so many rows each, side by side, in place of this: it goes with the last
+        of them.
+        """
+        parts = []
+        for records in torch.split(self._records, list(rows)):
+            part = HostRecords.__new__(HostRecords)
+            part.pinned, part._whole, part._records, part._release = self.pinned, self, records, partial(_unpin, None)
+            parts.append(part)
+        return parts
+
+    def follows(self, other: HostRecords) -> bool:
+        """Whether these records begin where the other ones end."""
+        begin = other._records.storage_offset() + other._records.numel()
+        return self._whole is not None and self._whole is other._whole and self._records.storage_offset() == begin
 
     @property
     def records(self) -> Tensor:
@@ -81,6 +100,7 @@ class HostRecords:
         require_growth(rows, before.shape[0])
         self._records, self._release = self._take(rows, before.shape[1])
         self._records[: before.shape[0]] = before
+        self._whole = None
         release()
 
     def pin(self) -> None:
@@ -89,13 +109,16 @@ class HostRecords:
         Raises:
             RuntimeError: CUDA does not lock so much memory, or there is none.
         """
-        if not self.pinned:
-            self.pinned = True
+        if self._whole is not None:
+            self._whole.pin()
+        elif not self.pinned:
             self._release = weakref.finalize(self, _unpin, _pin(self._records))
+        self.pinned = True
 
     def close(self) -> None:
         """As `Backing` says."""
         self._records = torch.empty((0, self._records.shape[1]), dtype=torch.uint8, device="cpu")
+        self._whole = None
         self._release()
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostRecords:
@@ -107,7 +130,7 @@ class HostRecords:
         return {"pinned": self.pinned, "records": self._records}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.pinned = state["pinned"]
+        self.pinned, self._whole = state["pinned"], None
         self._records, self._release = self._take(*state["records"].shape)
         self._records.copy_(state["records"])
 
@@ -123,6 +146,15 @@ class HostRecords:
             raise MemoryError(text) from error
         records = in_huge_pages(torch.frombuffer(memory, dtype=torch.uint8)).view(shape)
         return records, weakref.finalize(self, _unpin, _pin(records) if self.pinned else None)
+
+
+def side_by_side(makes: Callable[[int, int], Backing], rows: Sequence[int], record_bytes: int) -> list[Backing]:
+    """What lies below tables of so many rows: in one memory where it is memory, or each by itself."""
+    if len(rows) > 1 and (makes.func if isinstance(makes, partial) else makes) is HostRecords:
+        whole = makes(sum(rows), record_bytes)
+        assert isinstance(whole, HostRecords)
+        return [*whole.split(rows)]
+    return [makes(count, record_bytes) for count in rows]
 
 
 def records_here(below: Backing) -> Tensor | None:

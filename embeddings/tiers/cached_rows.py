@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from shardwise.kernels import move_rows
 from shardwise.kernels.rows import Lookups
 
-from .backing import Backing, HostRecords, records_here
+from .backing import Backing, HostRecords, records_here, side_by_side
 from .counts import CacheCounts
 from .curves import TraceCurves
 from .fetched import Fetched
@@ -44,6 +45,23 @@ _CHUNK_BYTES = 16 * 2**20
 
 class TooManyRows(ValueError):
     """A batch alone wants more rows of a table than may be on the device; nothing has changed."""
+
+
+@runtime_checkable
+class MakesRows(Protocol):
+    """First values of rows [n, dim], by their numbers [n]; a device that decides by itself has them made in place."""
+
+    def __call__(self, rows: Tensor, /) -> Tensor:
+        """Of rows of a table."""
+        ...
+
+    def make(
+        self, parts: Sequence[Tensor], moves: Moves, first_slot: int, first_row: int, starts: Sequence[float]
+    ) -> None:
+        """Write those that are fresh into their slots, and what states begin with; the table's begin at first_slot,
+        and its rows at first_row. Nothing waits.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -124,11 +142,13 @@ class CachedRows:
             raise ValueError("CachedRows: a table without slots has no cache")
         self.residency = Residency(self._spans(), self.policy, group.device)
         self.layouts = [RecordLayout.of(self._parts(t)) for t in range(len(group.tables))]
-        self.below = [
-            # a shard may have no rows, of which nothing lies anywhere
-            spec.below(shape.rows, layout.bytes) if shape.rows else HostRecords(1, layout.bytes)
-            for spec, shape, layout in zip(self.specs, group.tables, self.layouts, strict=True)
-        ]
+        # a shard may have no rows, of which nothing lies anywhere
+        self.below: list[Backing] = [HostRecords(1, layout.bytes) for layout in self.layouts]
+        for (layout, makes), alike in groupby(self._with_rows(), self._makes):
+            tables = list(alike)
+            backings = side_by_side(makes, [group.tables[t].rows for t in tables], layout.bytes)
+            for t, made in zip(tables, backings, strict=True):
+                self.below[t] = made
         for shape, below in zip(group.tables, self.below, strict=True):
             if not isinstance(below, Backing):
                 raise TypeError(
@@ -137,6 +157,14 @@ class CachedRows:
                 )
         for counts, layout in zip(self._counts, self.layouts, strict=True):
             counts.record_bytes = layout.bytes
+
+    def _with_rows(self) -> list[int]:
+        """Tables of which there are rows, as they lie beside each other."""
+        return [t for t in self.residency._order if self.residency.tables[t].rows]
+
+    def _makes(self, table: int) -> tuple[RecordLayout, Callable[[int, int], Backing]]:
+        """What a table's records are, and what makes them."""
+        return self.layouts[table], self.specs[table].below
 
     @property
     def counts(self) -> list[CacheCounts]:
@@ -275,33 +303,56 @@ class CachedRows:
 
     def _move(self, lease: CacheLease) -> None:
         """Have rows leave and come; those that a thread reads are there once `ready` was called."""
-        for t, moves in self._by_table(lease.rows):
-            span, is_lazy = self.residency.tables[t], self.specs[t].fresh is not None
-            from_below = torch.where(moves.fresh, -1, moves.loads) if is_lazy else moves.loads
-            records = records_here(self.below[t])
-            if records is not None:
+        for tables, moves in self._by_table(lease.rows):
+            span = self.residency.tables[tables[0]]
+            lazy = [t for t in tables if self.specs[t].fresh is not None]
+            from_below = torch.where(moves.fresh, -1, moves.loads) if lazy else moves.loads
+            if records_here(self.below[tables[0]]) is not None:
                 numbers = moves.slots, moves.saves, from_below
-                move_rows(self._parts(t), records, *numbers, span.first_slot, span.first_row)
+                move_rows(*self._memory(tables), *numbers, span.first_slot, span.first_row)
             else:
-                self._transfer(lease.number, t, moves._replace(loads=from_below))
-            if is_lazy:
-                # host sync on CUDA: such rows are made one table after another
-                fresh = moves.fresh & (moves.loads >= span.first_row) & (moves.loads < span.first_row + span.rows)
-                slots, rows = moves.slots[fresh] - span.first_slot, moves.loads[fresh] - span.first_row
-                self._make_fresh(t, self._parts(t), slots, rows)
+                self._transfer(lease.number, tables[0], moves._replace(loads=from_below))
+            for t in lazy:
+                self._begin(t, moves, waits=not lease.rows.most)
 
-    def _by_table(self, lease: Lease) -> Iterator[tuple[int, Moves]]:
-        """Tables, and moves of which some may be theirs: all of a device that decides by itself, else their own."""
+    def _by_table(self, lease: Lease) -> Iterator[tuple[list[int], Moves]]:
+        """Tables, and moves of which some may be theirs: all of a device that decides by itself, else their own.
+
+        Several tables whose rows one call moves, or one.
+        """
         residency, moves = self.residency, lease.moves
         if not moves.loads.shape[0]:
             return
         if lease.most:
-            yield from ((t, moves) for t, span in enumerate(residency.tables) if span.rows)
+            run: list[int] = []
+            for t in self._with_rows():
+                if run and not self._is_beside(run[-1], t):
+                    yield run, moves
+                    run = []
+                run.append(t)
+            yield run, moves
             return
         ends = torch.searchsorted(moves.loads, residency._row_borders).tolist()
         for t, begin, end in zip(residency._order, ends, ends[1:], strict=False):
             if begin < end:
-                yield t, Moves(*(part[begin:end] for part in moves))
+                yield [t], Moves(*(part[begin:end] for part in moves))
+
+    def _is_beside(self, table: int, other: int) -> bool:
+        """Whether the other table's records follow on a table's, as its slots do where records are alike."""
+        one, two = self.below[table], self.below[other]
+        if not (isinstance(one, HostRecords) and isinstance(two, HostRecords) and two.follows(one)):
+            return False
+        return self.layouts[table] == self.layouts[other]
+
+    def _memory(self, tables: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+        """What the slots of tables that lie beside each other have, as of one table, and their records."""
+        parts, records = self._parts(tables[0]), records_here(self.below[tables[0]])
+        assert records is not None
+        if len(tables) == 1:
+            return parts, records
+        slots, rows = (sum(getattr(self.residency.tables[t], what) for t in tables) for what in ("slots", "rows"))
+        parts = [part.as_strided((slots, *part.shape[1:]), part.stride()) for part in parts]
+        return parts, records.as_strided((rows, records.shape[1]), records.stride())
 
     def _transfer(self, number: int, table: int, moves: Moves) -> None:
         """Have a thread write the rows of a table that leave, and read those that come for a batch."""
@@ -325,6 +376,18 @@ class CachedRows:
             # host sync on CUDA: as above
             rows = (moves.loads[coming] - span.first_row).cpu()
             self._transfers.load(number, table, span.name, below, rows, records, moves.slots[coming])
+
+    def _begin(self, table: int, moves: Moves, *, waits: bool) -> None:
+        """Make the rows of a table that have no record, in their slots; it may wait for the device to say which."""
+        fresh, span = self.specs[table].fresh, self.residency.tables[table]
+        assert self.group is not None
+        if isinstance(fresh, MakesRows) and not waits:
+            fresh.make(self._parts(table), moves, span.first_slot, span.first_row, self.group.starts())
+            return
+        # host sync on CUDA: a function of others is given the rows alone
+        new = moves.fresh & (moves.loads >= span.first_row) & (moves.loads < span.first_row + span.rows)
+        slots, rows = moves.slots[new] - span.first_slot, moves.loads[new] - span.first_row
+        self._make_fresh(table, self._parts(table), slots, rows)
 
     def _make_fresh(self, table: int, parts: Sequence[Tensor], slots: Tensor, rows: Tensor) -> None:
         fresh = self.specs[table].fresh

@@ -99,7 +99,7 @@ def normal_table() -> Tensor:
 
 
 @cache
-def _table_on(device: torch.device) -> Tensor:
+def table_on(device: torch.device) -> Tensor:
     return normal_table().to(device)
 
 
@@ -126,7 +126,7 @@ def initial_rows_ref(
 
 def _normal(random: Tensor) -> Tensor:
     """Normal values, fp32, of 32 random bits: the highest is the sign."""
-    table = _table_on(random.device)
+    table = table_on(random.device)
     bits = ((random & 0x7FFFFFFF) * 2 + 1).float().view(torch.int32).long() - ONE
     place, rest = bits >> REST_BITS, bits & ((1 << REST_BITS) - 1)
     here, following = table[place].long(), table[place + 1].long()
@@ -140,6 +140,36 @@ def _mixed(x):  # type: ignore[no-untyped-def]
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
+
+
+@triton.jit
+def first_values(  # type: ignore[no-untyped-def]
+    row, seed, column, table, first, step, least, most, NORMAL: tl.constexpr, REST: tl.constexpr, BF16: tl.constexpr
+):
+    """Values [n, d] of rows [n] int64 and columns [d], fp32; those of bf16 are rounded to it."""
+    base = mixed64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
+    state = mixed64(row.to(tl.uint64, bitcast=True) + base)
+    place_of_column = column.to(tl.uint32) * 0x85EBCA6B
+    random = _mixed(place_of_column[None, :] + state.to(tl.uint32)[:, None])
+    random = _mixed(random ^ (state >> 32).to(tl.uint32)[:, None])
+    if NORMAL:
+        bits = ((random & 0x7FFFFFFF) * 2 + 1).to(tl.float32).to(tl.int32, bitcast=True) - 0x3F800000
+        place = bits >> REST
+        here = tl.load(table + place)
+        following = tl.load(table + place + 1)
+        between = (following - here).to(tl.int64) * (bits & ((1 << REST) - 1)) >> REST
+        x = here + between.to(tl.int32)
+        number = tl.where((random >> 31) > 0, -x, x).to(tl.float32) * 3.725290298461914e-09
+    else:
+        number = (random >> 8).to(tl.int32).to(tl.float32) * 5.960464477539063e-08
+    y = number * step + first
+    if not NORMAL:
+        y = tl.minimum(tl.maximum(y, least), most)
+    if BF16:
+        # to nearest, ties to even, by its bits: the interpreter would cut them off
+        bits = y.to(tl.uint32, bitcast=True)
+        y = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return y
 
 
 @triton.jit(
@@ -164,29 +194,20 @@ def _initial_rows_kernel(  # type: ignore[no-untyped-def]
 ):
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    row = tl.load(rows + n, mask=n < N, other=0).to(tl.uint64, bitcast=True)
-    base = mixed64(tl.load(seed).to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
-    state = mixed64(row + base)
-    column = (first_column + d).to(tl.uint32) * 0x85EBCA6B
-    random = _mixed(column[None, :] + state.to(tl.uint32)[:, None])
-    random = _mixed(random ^ (state >> 32).to(tl.uint32)[:, None])
-    if NORMAL:
-        bits = ((random & 0x7FFFFFFF) * 2 + 1).to(tl.float32).to(tl.int32, bitcast=True) - 0x3F800000
-        place = bits >> REST
-        here = tl.load(table + place)
-        following = tl.load(table + place + 1)
-        between = (following - here).to(tl.int64) * (bits & ((1 << REST) - 1)) >> REST
-        x = here + between.to(tl.int32)
-        number = tl.where((random >> 31) > 0, -x, x).to(tl.float32) * 3.725290298461914e-09
-    else:
-        number = (random >> 8).to(tl.int32).to(tl.float32) * 5.960464477539063e-08
-    y = number * step + first
-    if not NORMAL:
-        y = tl.minimum(tl.maximum(y, least), most)
-    if Y.dtype.element_ty == tl.bfloat16:
-        # to nearest, ties to even, by its bits: the interpreter would cut them off
-        bits = y.to(tl.uint32, bitcast=True)
-        y = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    row = tl.load(rows + n, mask=n < N, other=0)
+    y = first_values(
+        row,
+        tl.load(seed),
+        first_column + d,
+        table,
+        first,
+        step,
+        least,
+        most,
+        NORMAL,
+        REST,
+        Y.dtype.element_ty == tl.bfloat16,
+    )
     tl.store(Y + (n * D)[:, None] + d[None, :], y.to(Y.dtype.element_ty), mask=(n < N)[:, None] & (d < D)[None, :])
 
 
@@ -238,7 +259,7 @@ def _initial_rows(
 ) -> Tensor:
     scale = scale_of(kind, low, high, dtype)
     if kind != "constant" and runs_kernel(rows):
-        rows, table = rows.contiguous(), _table_on(rows.device)
+        rows, table = rows.contiguous(), table_on(rows.device)
         out = torch.empty((rows.shape[0], columns), dtype=dtype, device=rows.device)
         if out.numel():
             block_n, block_d, warps = gather_tile(columns, dtype.itemsize, row_alignment(columns, dtype.itemsize))

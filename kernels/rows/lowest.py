@@ -1,11 +1,12 @@
 """The slots of lowest keys of each table that nobody holds: those whose rows go when others come.
 
 Shapes: keys, held [S] int32, borders [T+1], counts [T] int64; returns [capacity] int64.
-Bytes moved: keys and held, 8 a slot, once for each of a key's digits and twice to pick: 48 on a GPU, 8 to 16 on a CPU.
+Bytes moved: keys and held, 8 a slot, once for each of a key's digits and once to pick: 40 on a GPU, 8 to 16 on a CPU.
 
 A radix selection: of all keys on a GPU, on a CPU of those that a sample says are about as low as wanted. Each pass
 counts a digit of the keys that equal, in all digits before, the last key that is picked, and so finds that key's next
-digit. Then slots of lower keys, and the first ones of that key, are written in order.
+digit; the last pass keeps what it counted by chunk. Then slots of lower keys, and the first ones of that key, are
+written in order.
 On a GPU digits have 8 bits: 256 counts fit a program's registers, which adds them to the table's once. Of 16 bits, all
 of a batch would be added one after another at one address, because high digits of ages and counts are alike.
 """
@@ -86,16 +87,18 @@ def _free_keys(keys, held, s, end):  # type: ignore[no-untyped-def]
     return tl.load(keys + s, mask=live, other=0), free
 
 
-@triton.jit(do_not_specialize=["T", "S"], do_not_specialize_on_alignment=["borders", "counts"])
+@triton.jit(do_not_specialize=["T", "S"], do_not_specialize_on_alignment=["borders", "counts", "bins"])
 def _count_digits_kernel(  # type: ignore[no-untyped-def]
     keys,
     held,
     borders,
     counts,
     bins,
+    below,
     T,
     S,
     DIGIT: tl.constexpr,
+    DIGITS: tl.constexpr,
     VALUES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -110,59 +113,35 @@ def _count_digits_kernel(  # type: ignore[no-untyped-def]
         # tables that want nothing, or of whose keys no more are to be told apart
         if rest > 0:
             total = tl.zeros((VALUES,), tl.int32)
+            lower = tl.zeros((BLOCK,), tl.int32)
             for at in range(begin, end, BLOCK):
                 key, free = _free_keys(keys, held, at + tl.arange(0, BLOCK), end)
+                lower += (free & ((key >> ABOVE) < prefix)).to(tl.int32)
                 if DIGIT > 0:
                     free = free & ((key >> ABOVE) == prefix)
                 digit = (key >> SHIFT) & ((1 << (ABOVE - SHIFT)) - 1)
                 total += tl.histogram(digit, VALUES, mask=free)
             value = tl.arange(0, VALUES)
             tl.atomic_add(bins + (DIGIT * T + table) * VALUES + value, total, mask=total > 0)
+            if DIGIT == DIGITS - 1:
+                # how many keys of the chunk are lower than the one that ends in each digit
+                before = tl.sum(lower, 0) + tl.cumsum(total, 0) - total
+                tl.store(below + tl.program_id(0).to(tl.int64) * VALUES + value, before)
 
 
-@triton.jit(do_not_specialize=["T", "S", "chunks"], do_not_specialize_on_alignment=["borders", "counts"])
-def _count_picked_kernel(  # type: ignore[no-untyped-def]
-    keys,
-    held,
-    borders,
-    counts,
-    bins,
-    tallies,
-    T,
-    S,
-    chunks,
-    DIGITS: tl.constexpr,
-    VALUES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Of each chunk, how many keys are lower than the last one that is picked, and how many equal it."""
-    table, begin, end, first = _chunk_of(borders, T, S, BLOCK_T, CHUNK)
-    if table < T:
-        last, rest = _last_key(bins, counts, table, T, S, DIGITS, VALUES)
-        lower = tl.zeros((BLOCK,), tl.int32)
-        equal = tl.zeros((BLOCK,), tl.int32)
-        for at in range(begin, end, BLOCK):
-            key, free = _free_keys(keys, held, at + tl.arange(0, BLOCK), end)
-            lower += (free & (key < last)).to(tl.int32)
-            equal += (free & (key == last)).to(tl.int32)
-        tl.store(tallies + tl.program_id(0), tl.sum(lower, 0))
-        tl.store(tallies + chunks + tl.program_id(0), tl.sum(equal, 0))
-
-
-@triton.jit(do_not_specialize=["T", "S", "chunks", "capacity"], do_not_specialize_on_alignment=["borders", "counts"])
+@triton.jit(
+    do_not_specialize=["T", "S", "capacity"], do_not_specialize_on_alignment=["borders", "counts", "bins", "picked"]
+)
 def _pick_kernel(  # type: ignore[no-untyped-def]
     keys,
     held,
     borders,
     counts,
     bins,
-    tallies,
+    below,
     picked,
     T,
     S,
-    chunks,
     capacity,
     DIGITS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -175,13 +154,17 @@ def _pick_kernel(  # type: ignore[no-untyped-def]
     if table < T:
         last, rest = _last_key(bins, counts, table, T, S, DIGITS, VALUES)
         if rest > 0:
+            # of the chunks before this, the keys that are lower than the last one that is picked, and that equal it
+            digit = last % _values_of(DIGITS - 1, VALUES)
             lower = tl.zeros((CHUNKS,), tl.int32)
             equal = tl.zeros((CHUNKS,), tl.int32)
             for at in range(first, tl.program_id(0), CHUNKS):
                 c = at + tl.arange(0, CHUNKS)
                 before = c < tl.program_id(0)
-                lower += tl.load(tallies + c, mask=before, other=0)
-                equal += tl.load(tallies + chunks + c, mask=before, other=0)
+                here = below + c.to(tl.int64) * VALUES + digit
+                lowers_here = tl.load(here, mask=before, other=0)
+                lower += lowers_here
+                equal += tl.load(here + 1, mask=before, other=0) - lowers_here
             lowers = tl.sum(lower, 0)
             equals = tl.sum(equal, 0)
             t = tl.arange(0, BLOCK_T)
@@ -273,24 +256,55 @@ def _lowest(keys: Tensor, held: Tensor, borders: Tensor, counts: Tensor, capacit
     return lowest_ref(keys, held, borders, counts, capacity)
 
 
+def bin_count(tables: int) -> int:
+    """Counts that `pick_lowest` adds up."""
+    return _DIGITS * tables * _VALUES
+
+
 def _launch(keys: Tensor, held: Tensor, borders: Tensor, counts: Tensor, capacity: int) -> Tensor:
-    slots, tables, device = keys.shape[0], counts.shape[0], keys.device
-    picked = torch.full((capacity,), -1, dtype=torch.int64, device=device)
-    if not slots or not tables or not capacity:
-        return picked
-    chunks = triton.cdiv(slots, _CHUNK) + tables
-    bins = torch.zeros(_DIGITS * tables * _VALUES, dtype=torch.int32, device=device)
-    tallies = torch.empty(2 * chunks, dtype=torch.int32, device=device)
-    given, shape = (keys, held, borders, counts, bins), (next_power_of_2(tables), _CHUNK, _BLOCK)
-    for digit in range(_DIGITS):
-        _count_digits_kernel[(chunks,)](*given, tables, slots, digit, _VALUES, *shape)
-    _count_picked_kernel[(chunks,)](*given, tallies, tables, slots, chunks, _DIGITS, _VALUES, *shape)
-    _pick_kernel[(chunks,)](*given, tallies, picked, tables, slots, chunks, capacity, _DIGITS, _VALUES, _CHUNKS, *shape)
+    picked = torch.full((capacity,), -1, dtype=torch.int64, device=keys.device)
+    bins = torch.zeros(bin_count(counts.shape[0]), dtype=torch.int32, device=keys.device)
+    _launch_into(keys, held, borders, counts, bins, picked)
     return picked
+
+
+def _launch_into(keys: Tensor, held: Tensor, borders: Tensor, counts: Tensor, bins: Tensor, picked: Tensor) -> None:
+    slots, tables, capacity = keys.shape[0], counts.shape[0], picked.shape[0]
+    if not slots or not tables or not capacity:
+        return
+    chunks = triton.cdiv(slots, _CHUNK) + tables
+    below = torch.empty(chunks * _VALUES, dtype=torch.int32, device=keys.device)
+    given, shape = (keys, held, borders, counts, bins, below), (next_power_of_2(tables), _CHUNK, _BLOCK)
+    for digit in range(_DIGITS):
+        _count_digits_kernel[(chunks,)](*given, tables, slots, digit, _DIGITS, _VALUES, *shape)
+    _pick_kernel[(chunks,)](*given, picked, tables, slots, capacity, _DIGITS, _VALUES, _CHUNKS, *shape)
+
+
+def pick_lowest(keys: Tensor, held: Tensor, borders: Tensor, counts: Tensor, bins: Tensor, picked: Tensor) -> None:
+    """`lowest`, into memory that is there and says so already: `picked` [capacity] is -1, bins [`bin_count`] are 0.
+
+    What they are afterwards is no one's concern but `picked`'s, which has the slots. Shapes of others as there, bins
+    int32; nothing is checked.
+    """
+    torch.ops.shardwise.pick_lowest(keys, held, borders, counts, bins, picked)
+
+
+def pick_lowest_ref(keys: Tensor, held: Tensor, borders: Tensor, counts: Tensor, bins: Tensor, picked: Tensor) -> None:
+    """`lowest_ref`'s."""
+    picked.copy_(lowest_ref(keys, held, borders, counts, picked.shape[0]))
+
+
+def _pick_lowest(keys: Tensor, held: Tensor, borders: Tensor, counts: Tensor, bins: Tensor, picked: Tensor) -> None:
+    (_launch_into if runs_kernel(keys) else pick_lowest_ref)(keys, held, borders, counts, bins, picked)
 
 
 register(
     "lowest(Tensor keys, Tensor held, Tensor borders, Tensor counts, SymInt capacity) -> Tensor",
     _lowest,
     lambda keys, held, borders, counts, capacity: borders.new_empty(capacity),
+)
+register(
+    "pick_lowest(Tensor keys, Tensor held, Tensor borders, Tensor counts, Tensor(a!) bins, Tensor(b!) picked) -> ()",
+    _pick_lowest,
+    lambda keys, held, borders, counts, bins, picked: None,
 )

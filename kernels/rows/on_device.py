@@ -10,23 +10,40 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .lowest import lowest
+from .lowest import bin_count, pick_lowest
 from .residency import Lookups, Scoring, SlotTables
 from .residency_numbers import AGED_LFU, LRU, UNIT
 from .slots import place_rows, take_slots
 from .wanted import chunk_count, claim_rows, list_rows, mark_rows
 
 
+class Counters(NamedTuple):
+    """What a batch counts in: counts [4, T], tallies of the bits, and bins of keys; all of it as one, `whole`."""
+
+    counts: Tensor
+    tallies: Tensor
+    bins: Tensor
+    whole: Tensor
+
+
 class Marks:
     """What is kept from one batch to the next, and is as it was after each: bits of rows, stamps of slots."""
 
     def __init__(self, state: SlotTables) -> None:
-        device = state.slot_of.device
+        device, tables = state.slot_of.device, state.row_borders.shape[0] - 1
         self.bits = torch.zeros(-(-state.slot_of.shape[0] // 32), dtype=torch.int32, device=device)
         # the last turn that found each slot
         self.used = torch.zeros_like(state.held)
         self.turn = 0
         self._gain: tuple[Tensor | None, Tensor] = (None, self.used[:0])
+        # the next batch's, which are zeros, and those of the batch before
+        self._counters = [_counters(tables, chunk_count(self.bits.shape[0]), device) for _ in range(2)]
+
+    def counters(self) -> tuple[Counters, Tensor]:
+        """Zeros to count in, and what has to be zeros when the next batch comes."""
+        self._counters.reverse()
+        spare, now = self._counters
+        return now, spare.whole
 
     def zeros(self, counts: int) -> tuple[Tensor, Tensor]:
         """So many counts, and tallies of the bits."""
@@ -42,10 +59,18 @@ class Marks:
         return self._gain[1]
 
 
+def _counters(tables: int, chunks: int, device: torch.device) -> Counters:
+    sizes = 4 * tables, chunks, bin_count(tables) // 2
+    whole = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+    counts, tallies, bins = torch.split(whole, list(sizes))
+    return Counters(counts.view(4, tables), tallies, bins.view(torch.int32), whole)
+
+
 class Wanted(NamedTuple):
     """What a batch found and moved: the slot [N] of each id within its table; slots [2N] that it holds, of which the
     second half are those that `rows` [N] came into after `saves` [N] left them, `fresh` ones without a record; counts
-    [4, T] on the device: rows that hit and that were missing, fresh ones of these, and saves.
+    [4, T] on the device, until the batch after the next: rows that hit and that were missing, fresh ones of these, and
+    saves.
     """
 
     places: Tensor
@@ -70,9 +95,8 @@ def want(
 
     Without a policy of ours hits keep their scores, and what comes has 0.
     """
-    n, tables = ids.shape[0], state.row_borders.shape[0] - 1
-    counts, tallies = marks.zeros(4 * tables)
-    counts = counts.view(4, tables)
+    n = ids.shape[0]
+    (counts, tallies, bins, _), spare = marks.counters()
     marks.turn += 1
     kind, base, now = scoring.kind, scoring.base, scoring.batch if scoring.kind == LRU else 1
     gain = marks.gain(scoring) if kind == AGED_LFU else marks.used[:0]
@@ -83,12 +107,13 @@ def want(
         state.score, state.key, marks.bits, tallies, counts, gain, marks.turn, kind, now, base, keeps, True,
     )  # fmt: skip
     rows = list_rows(marks.bits, tallies, n)
-    picked = lowest(state.key, state.held, state.slot_borders, counts[1], n)
+    coming = slots[n:]
+    pick_lowest(state.key, state.held, state.slot_borders, counts[1], bins, coming)
     saves, fresh = take_slots(
-        rows, picked, state.row_borders, state.slot_of, state.row_of, state.held, state.dirty, state.stored,
-        state.score, state.key, counts, slots[n:], gain, kind, now, base,
+        rows, coming, state.row_borders, state.slot_of, state.row_of, state.held, state.dirty, state.stored,
+        state.score, state.key, counts, gain, kind, now, base,
     )  # fmt: skip
-    place_rows(places, offsets, lookups.first_slots, state.slot_of)
+    place_rows(places, offsets, lookups.first_slots, state.slot_of, spare)
     return Wanted(places, slots, rows, saves, fresh, counts)
 
 

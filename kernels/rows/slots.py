@@ -17,14 +17,13 @@ from .wanted import _BLOCK, _TABLES, _WARPS, key_of_score, scored, scores_ref
 
 
 def take_slots_ref(
-    rows: Tensor, picked: Tensor, row_borders: Tensor, slot_of: Tensor, row_of: Tensor, held: Tensor, dirty: Tensor,
-    stored: Tensor, score: Tensor, key: Tensor, counts: Tensor, slots: Tensor, gain: Tensor, kind: int, now: int,
-    base: int,
+    rows: Tensor, slots: Tensor, row_borders: Tensor, slot_of: Tensor, row_of: Tensor, held: Tensor, dirty: Tensor,
+    stored: Tensor, score: Tensor, key: Tensor, counts: Tensor, gain: Tensor, kind: int, now: int, base: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What leaves first, then what comes."""
-    came = (rows >= 0) & (picked >= 0)
-    slots.copy_(torch.where(came, picked, -1))
-    to, row = picked[came], rows[came]
+    came = (rows >= 0) & (slots >= 0)
+    slots[~came] = -1
+    to, row = slots[came], rows[came]
     old, is_dirty = row_of[to], dirty[to]
     saves = torch.full_like(rows, -1)
     saves[came] = torch.where(is_dirty, old, -1)
@@ -44,11 +43,11 @@ def take_slots_ref(
 
 @triton.jit(
     do_not_specialize=["M", "T", "steps", "gains", "now", "base"],
-    do_not_specialize_on_alignment=["rows", "picked", "slots", "counts", "gain"],
+    do_not_specialize_on_alignment=["rows", "slots", "counts", "gain"],
 )
 def _take_slots_kernel(  # type: ignore[no-untyped-def]
     rows,
-    picked,
+    slots,
     borders,
     slot_of,
     row_of,
@@ -58,7 +57,6 @@ def _take_slots_kernel(  # type: ignore[no-untyped-def]
     score,
     key,
     counts,
-    slots,
     gain,
     saves,
     fresh,
@@ -80,7 +78,7 @@ def _take_slots_kernel(  # type: ignore[no-untyped-def]
 ):
     m = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + m, mask=m < M, other=-1)
-    slot = tl.load(picked + m, mask=m < M, other=-1)
+    slot = tl.load(slots + m, mask=m < M, other=-1)
     came = (row >= 0) & (slot >= 0)
     old = tl.load(row_of + slot, mask=came, other=-1)
     was_dirty = tl.load(dirty + slot, mask=came, other=0) != 0
@@ -99,7 +97,7 @@ def _take_slots_kernel(  # type: ignore[no-untyped-def]
     tl.store(score + slot, new, mask=came)
     tl.store(key + slot, key_of_score(new, base, SCORES, EMPTY), mask=came)
     saved = came & was_dirty & (old >= 0)
-    tl.store(slots + m, tl.where(came, slot, -1), mask=m < M)
+    tl.store(slots + m, tl.full((BLOCK,), -1, tl.int64), mask=(m < M) & (slot >= 0) & ~came)
     tl.store(saves + m, tl.where(saved, old, -1), mask=m < M)
     tl.store(fresh + m, is_fresh.to(tl.uint8), mask=m < M)
     table = segment_of_position(borders, tl.maximum(row, 0), T, steps).to(tl.int32)
@@ -111,43 +109,39 @@ def _take_slots_kernel(  # type: ignore[no-untyped-def]
 
 
 def take_slots(
-    rows: Tensor, picked: Tensor, row_borders: Tensor, slot_of: Tensor, row_of: Tensor, held: Tensor, dirty: Tensor,
-    stored: Tensor, score: Tensor, key: Tensor, counts: Tensor, slots: Tensor, gain: Tensor, kind: int, now: int,
-    base: int,
+    rows: Tensor, slots: Tensor, row_borders: Tensor, slot_of: Tensor, row_of: Tensor, held: Tensor, dirty: Tensor,
+    stored: Tensor, score: Tensor, key: Tensor, counts: Tensor, gain: Tensor, kind: int, now: int, base: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Have rows move into slots that were picked for them, hold and score these; what was there leaves.
 
-    Shapes: rows, picked, slots [M] int64, the rows distinct, the slots free and distinct; row_borders [T + 1], slot_of
-    [R], row_of [S] int64, held, key [S] int32, dirty, stored [S] bool, score [S] int64, counts [4, T] int64; others as
-    `claim_rows`. `slots` gets those that were taken.
+    Shapes: rows, slots [M] int64, the rows distinct, the slots free and distinct; row_borders [T + 1], slot_of [R],
+    row_of [S] int64, held, key [S] int32, dirty, stored [S] bool, score [S] int64, counts [4, T] int64; others as
+    `claim_rows`. Slots of no row become -1.
 
     Returns:
         The rows [M] that left and have to be saved, and whether those that came are fresh [M]; counts[2] and counts[3]
         have the fresh and the saved ones by table.
     """
     return torch.ops.shardwise.take_slots(  # type: ignore[no-any-return]
-        rows, picked, row_borders, slot_of, row_of, held, dirty, stored, score, key, counts, slots, gain, kind, now,
-        base,
+        rows, slots, row_borders, slot_of, row_of, held, dirty, stored, score, key, counts, gain, kind, now, base,
     )  # fmt: skip
 
 
 def _take_slots(
-    rows: Tensor, picked: Tensor, row_borders: Tensor, slot_of: Tensor, row_of: Tensor, held: Tensor, dirty: Tensor,
-    stored: Tensor, score: Tensor, key: Tensor, counts: Tensor, slots: Tensor, gain: Tensor, kind: int, now: int,
-    base: int,
+    rows: Tensor, slots: Tensor, row_borders: Tensor, slot_of: Tensor, row_of: Tensor, held: Tensor, dirty: Tensor,
+    stored: Tensor, score: Tensor, key: Tensor, counts: Tensor, gain: Tensor, kind: int, now: int, base: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     count, tables = rows.shape[0], row_borders.shape[0] - 1
     if not count:
         return torch.empty_like(rows), torch.empty_like(rows, dtype=torch.bool)
     if not runs_kernel(rows):
         return take_slots_ref(
-            rows, picked, row_borders, slot_of, row_of, held, dirty, stored, score, key, counts, slots, gain, kind, now,
-            base,
-        )  # fmt: skip
+            rows, slots, row_borders, slot_of, row_of, held, dirty, stored, score, key, counts, gain, kind, now, base
+        )
     saves, fresh = torch.empty_like(rows), torch.empty(count, dtype=torch.bool, device=rows.device)
     _take_slots_kernel[(triton.cdiv(count, _BLOCK),)](
-        rows, picked, row_borders, slot_of, row_of, held, dirty.view(torch.uint8), stored.view(torch.uint8), score, key,
-        counts, slots, gain, saves, fresh.view(torch.uint8), count, tables, tables.bit_length() + 1, gain.shape[0], now,
+        rows, slots, row_borders, slot_of, row_of, held, dirty.view(torch.uint8), stored.view(torch.uint8), score, key,
+        counts, gain, saves, fresh.view(torch.uint8), count, tables, tables.bit_length() + 1, gain.shape[0], now,
         base, kind, _BLOCK, max(_TABLES, next_power_of_2(tables)), LRU, LFU, SCORES, EMPTY_KEYS, BELOW, FRESH,
         num_warps=_WARPS,
     )  # fmt: skip
@@ -155,16 +149,17 @@ def _take_slots(
 
 
 register(
-    "take_slots(Tensor rows, Tensor picked, Tensor row_borders, Tensor(a!) slot_of, Tensor(b!) row_of, Tensor(c!) held,"
-    " Tensor(d!) dirty, Tensor(e!) stored, Tensor(f!) score, Tensor(g!) key, Tensor(h!) counts, Tensor(i!) slots,"
+    "take_slots(Tensor rows, Tensor(i!) slots, Tensor row_borders, Tensor(a!) slot_of, Tensor(b!) row_of,"
+    " Tensor(c!) held, Tensor(d!) dirty, Tensor(e!) stored, Tensor(f!) score, Tensor(g!) key, Tensor(h!) counts,"
     " Tensor gain, int kind, SymInt now, SymInt base) -> (Tensor, Tensor)",
     _take_slots,
     lambda rows, *rest: (torch.empty_like(rows), torch.empty_like(rows, dtype=torch.bool)),
 )
 
 
-def place_rows_ref(places: Tensor, offsets: Tensor, first_slots: Tensor, slot_of: Tensor) -> None:
+def place_rows_ref(places: Tensor, offsets: Tensor, first_slots: Tensor, slot_of: Tensor, spare: Tensor) -> None:
     """By the feature of each."""
+    spare.zero_()
     count = first_slots.shape[0]
     samples = (offsets.shape[0] - 1) // max(count, 1)
     ends = offsets[samples::samples].contiguous() if samples else offsets[:0]
@@ -173,9 +168,9 @@ def place_rows_ref(places: Tensor, offsets: Tensor, first_slots: Tensor, slot_of
     places.copy_(torch.where(places <= -2, came, places))
 
 
-@triton.jit(do_not_specialize=["N", "F", "B"], do_not_specialize_on_alignment=["O"])
+@triton.jit(do_not_specialize=["N", "F", "B", "Z", "part"], do_not_specialize_on_alignment=["O", "spare"])
 def _place_rows_kernel(  # type: ignore[no-untyped-def]
-    places, O, first_slots, slot_of, N, F, B, STEPS: tl.constexpr, BLOCK: tl.constexpr
+    places, O, first_slots, slot_of, spare, N, F, B, Z, part, STEPS: tl.constexpr, BLOCK: tl.constexpr
 ):
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + n, mask=n < N, other=-1)
@@ -183,30 +178,40 @@ def _place_rows_kernel(  # type: ignore[no-untyped-def]
     f = feature_of_position(O, n, F, B, STEPS).to(tl.int64)
     slot = tl.load(slot_of + (-2 - place), mask=came, other=0)
     tl.store(places + n, slot - tl.load(first_slots + f, mask=came, other=0), mask=came)
+    # in equal parts
+    end = tl.minimum((tl.program_id(0) + 1) * part, Z)
+    for begin in range(tl.program_id(0) * part, end, BLOCK):
+        z = begin + tl.arange(0, BLOCK)
+        tl.store(spare + z, tl.zeros((BLOCK,), tl.int64), mask=z < end)
 
 
-def place_rows(places: Tensor, offsets: Tensor, first_slots: Tensor, slot_of: Tensor) -> None:
-    """Replace the rows that had no slot in `claim_rows`' places [N] by the slots that they have now."""
-    torch.ops.shardwise.place_rows(places, offsets, first_slots, slot_of)
+def place_rows(places: Tensor, offsets: Tensor, first_slots: Tensor, slot_of: Tensor, spare: Tensor) -> None:
+    """Replace the rows that had no slot in `claim_rows`' places [N] by the slots that they have now.
+
+    `spare` [Z] int64, which other batches count in, becomes zeros: a launch of its own would do nothing else.
+    """
+    torch.ops.shardwise.place_rows(places, offsets, first_slots, slot_of, spare)
 
 
-def _place_rows(places: Tensor, offsets: Tensor, first_slots: Tensor, slot_of: Tensor) -> None:
-    n, count = places.shape[0], first_slots.shape[0]
+def _place_rows(places: Tensor, offsets: Tensor, first_slots: Tensor, slot_of: Tensor, spare: Tensor) -> None:
+    n, count, zeros = places.shape[0], first_slots.shape[0], spare.shape[0]
     if not n:
+        spare.zero_()
         return
     if not runs_kernel(places):
-        place_rows_ref(places, offsets, first_slots, slot_of)
+        place_rows_ref(places, offsets, first_slots, slot_of, spare)
         return
-    _place_rows_kernel[(triton.cdiv(n, _BLOCK),)](
-        places, offsets.contiguous(), first_slots, slot_of, n, count, (offsets.shape[0] - 1) // max(count, 1),
-        count.bit_length() + 1, _BLOCK, num_warps=_WARPS,
+    programs = triton.cdiv(n, _BLOCK)
+    _place_rows_kernel[(programs,)](
+        places, offsets.contiguous(), first_slots, slot_of, spare, n, count, (offsets.shape[0] - 1) // max(count, 1),
+        zeros, triton.cdiv(zeros, programs), count.bit_length() + 1, _BLOCK, num_warps=_WARPS,
     )  # fmt: skip
 
 
 register(
-    "place_rows(Tensor(a!) places, Tensor offsets, Tensor first_slots, Tensor slot_of) -> ()",
+    "place_rows(Tensor(a!) places, Tensor offsets, Tensor first_slots, Tensor slot_of, Tensor(b!) spare) -> ()",
     _place_rows,
-    lambda places, offsets, first_slots, slot_of: None,
+    lambda places, offsets, first_slots, slot_of, spare: None,
 )
 
 

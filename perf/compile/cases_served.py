@@ -10,7 +10,7 @@ from ...kernels import hashes, pieces
 from ...kernels.jagged import requests
 from ...kernels.lookup import bound_ids, pruned
 from ...kernels.quantized import fp8_rows, fused_rows, small_floats
-from ...kernels.rows import initial_rows, lowest, move_rows, slots, wanted
+from ...kernels.rows import initial_rows, lowest, make_rows, move_rows, slots, wanted
 from ..selftest.rows_checks import ROWS
 from ..selftest.served_checks import SERVED, Served
 
@@ -22,6 +22,7 @@ MODULES: tuple[ModuleType, ...] = (
     hashes,
     initial_rows,
     lowest,
+    make_rows,
     move_rows,
     pieces,
     pruned,

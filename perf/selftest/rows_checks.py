@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import Feature, pack_features
-from shardwise.kernels.rows import AGED_LFU, LFU, LRU, initial_rows, lowest, move_rows, slots, wanted
+from shardwise.kernels.rows import AGED_LFU, LFU, LRU, initial_rows, lowest, make_rows, move_rows, slots, wanted
 
 from .check import Check, check, random
 from .served_checks import Served
@@ -73,9 +73,26 @@ def victims(sizes: Sequence[int], top: int) -> list[Any]:
     return [keys, (torch.arange(len(keys)) % 5 == 0).int(), borders, counts, int(counts.sum()) + 1]
 
 
+def picks(sizes: Sequence[int], top: int) -> list[Any]:
+    """Arguments of `pick_lowest`, the same."""
+    *tensors, capacity = victims(sizes, top)
+    return [*tensors, torch.zeros(lowest.bin_count(len(sizes)), dtype=torch.int32), torch.full((capacity,), -1)]
+
+
 def _rows(kind: str, dtype: torch.dtype, columns: int) -> list[Any]:
     rows = torch.randint(-(2**62), 2**62, (9,), generator=random(3))
     return [rows, torch.tensor([12345]), 2, columns, kind, -0.5, 0.25, dtype]
+
+
+def made(kind: str, parts: Parts) -> list[Any]:
+    """Arguments of `make_rows`: some moves are of rows with a record, of other tables' slots, or of none."""
+    tensors, _, slots, *_ = moves(parts)
+    slots = torch.where(slots >= 0, slots + 5, -1)
+    slots[::5], slots[5::10] = 2, 5 + len(tensors[0])
+    fresh = torch.arange(len(slots)) % 4 != 1
+    rows = torch.randint(0, 2**40, slots.shape, generator=random(5))
+    starts = [0.25 * i for i in range(1, len(tensors))]
+    return [tensors, slots, rows, fresh, 5, -7, 2**40 + 3, 2, kind, -0.5, 0.25, starts]
 
 
 @dataclass
@@ -147,18 +164,19 @@ class Cache:
         # some never left their first values
         self.slot_of[self.missing[::4]] = -2
         none = torch.full((3,), -1)
-        rows, picks = torch.cat([self.missing, none]), torch.cat([*picked, none])
+        # one slot of no row
+        rows, picks = torch.cat([self.missing, none]), torch.cat([*picked, torch.tensor([-1, -1, 0])])
         return [
             rows, picks, self.row_borders, self.slot_of, self.row_of, self.held, self.dirty, self.stored, self.score,
-            self.key, self.counts, torch.zeros_like(rows), self.gain, kind, 500, 20,
+            self.key, self.counts, self.gain, kind, 500, 20,
         ]  # fmt: skip
 
-    def place(self) -> list[Any]:
+    def place(self, spare: int) -> list[Any]:
         """Arguments of `place_rows`, of rows that all have slots by now."""
         wanted_rows, _ = wanted.rows_of_ids(self.ids, self.offsets, self.features)
         places = torch.where(wanted_rows >= 0, -2 - wanted_rows, -1)
         self.slot_of.copy_(torch.arange(len(self.slot_of)))
-        return [places, self.offsets, self.first_slots, self.slot_of]
+        return [places, self.offsets, self.first_slots, self.slot_of, torch.arange(spare)]
 
     def release(self, *, changed: bool) -> list[Any]:
         """Arguments of `release_slots`."""
@@ -214,12 +232,13 @@ def _caches() -> Iterator[Served]:
     for kind in (0, LRU, LFU, AGED_LFU):
         yield Served(
             "take_slots", f"policy {kind}", slots.take_slots_ref, partial(_of_cache, *several, "take", kind),
-            "rows.slots.take_slots", writes=(3, 4, 5, 6, 7, 8, 9, 10, 11),
+            "rows.slots.take_slots", writes=(1, 3, 4, 5, 6, 7, 8, 9, 10),
         )  # fmt: skip
-    yield Served(
-        "place_rows", "several tables", slots.place_rows_ref, partial(_of_cache, *several, "place"),
-        "rows.slots.place_rows", writes=(0,),
-    )  # fmt: skip
+    for spare in (3, 5000):
+        yield Served(
+            "place_rows", f"several tables beside {spare} numbers", slots.place_rows_ref,
+            partial(_of_cache, *several, "place", spare), "rows.slots.place_rows", writes=(0, 4),
+        )  # fmt: skip
     for changed in (False, True):
         yield Served(
             "release_slots", "rows that changed" if changed else "rows that did not", slots.release_slots_ref,
@@ -248,7 +267,11 @@ def _table() -> Iterator[Served]:
     for sizes, top in (((300,), 2**31 - 1), ((20, 0, 7), 40), ((5,) * 20, 9)):
         yield Served(
             "lowest", f"{len(sizes)} tables keys below {top}", lowest.lowest_ref, partial(victims, sizes, top),
-            "rows.lowest.count_digits rows.lowest.count_picked rows.lowest.pick",
+            "rows.lowest.count_digits rows.lowest.pick",
+        )  # fmt: skip
+        yield Served(
+            "pick_lowest", f"{len(sizes)} tables keys below {top}", lowest.pick_lowest_ref,
+            partial(picks, sizes, top), "rows.lowest.count_digits rows.lowest.pick", writes=(5,),
         )  # fmt: skip
     for kind, dtype, columns in (
         ("uniform", torch.float32, 128), ("normal", torch.float32, 128), ("uniform", torch.bfloat16, 20),
@@ -257,6 +280,15 @@ def _table() -> Iterator[Served]:
         yield Served(
             "initial_rows", f"{kind} D={columns} {_TYPES[dtype]}", initial_rows.initial_rows_ref,
             partial(_rows, kind, dtype, columns), "rows.initial_rows.initial_rows",
+        )  # fmt: skip
+    for kind, words in (
+        ("uniform", "D=128 fp32 rowwise"), ("normal", "D=128 fp32 adam"), ("constant", "D=4 fp32 two states"),
+        ("normal", "D=3 fp16 adam"), ("uniform", "D=128 bf16 rowwise"), ("normal", "D=1023 fp32 rowwise"),
+        ("uniform", "D=1 fp32"),
+    ):  # fmt: skip
+        yield Served(
+            "make_rows", f"{kind} {words}", make_rows.make_rows_ref, partial(made, kind, PARTS[words]),
+            "rows.make_rows.make_rows", writes=(0,),
         )  # fmt: skip
     yield from _caches()
 

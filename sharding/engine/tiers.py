@@ -20,12 +20,14 @@ from shardwise.embeddings.tiers import (
     CacheSpec,
     FileRecords,
     HostRecords,
+    Moves,
     RamOverFile,
     TooManyRows,
     metrics_of,
     policy_named,
 )
 from shardwise.kernels import initial_rows
+from shardwise.kernels.rows.make_rows import make_rows
 
 from ...planner.layout import Shard, Tier
 from ..comms.exchange import Exchange
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 _files = count()
 # slots of a table of which no number is given, at first
 _FIRST_SLOTS = 1024
+# one for all tables, of which several may lie in one memory then
+_IN_RAM = {pinned: partial(HostRecords, pinned=pinned) for pinned in (False, True)}
 
 
 def slots_of(tier: Tier, shard: Shard, table: Table) -> tuple[int, int]:
@@ -76,7 +80,7 @@ def _below(tier: Tier, shard: Shard, rows: int, rank: int, *, pinned: bool) -> C
     if callable(tier.below):
         return partial(tier.below, shard.table)
     if tier.below == "ram":
-        return partial(HostRecords, pinned=pinned)
+        return _IN_RAM[pinned]
     ram_rows = Tier.rows_of(tier.ram_rows, shard.rows[1] - shard.rows[0], (shard.rows[1] - shard.rows[0]) / rows)
 
     def over_file(rows: int, record_bytes: int) -> Backing:
@@ -144,10 +148,23 @@ class UniformRows:
     def __call__(self, rows: Tensor) -> Tensor:
         """Of rows [n], counted from the first of the shard: [n, columns]."""
         seed = torch.tensor([self.seed], dtype=torch.int64, device=rows.device)
-        kind = "uniform" if self.low < self.high else "constant"
         return initial_rows(
-            rows.long() + self.first_row, seed, self.first_column, self.columns, kind, self.low, self.high, self.dtype
-        )
+            rows.long() + self.first_row, seed, self.first_column, self.columns, self._kind, self.low, self.high,
+            self.dtype,
+        )  # fmt: skip
+
+    def make(
+        self, parts: Sequence[Tensor], moves: Moves, first_slot: int, first_row: int, starts: Sequence[float]
+    ) -> None:
+        """As `MakesRows.make`."""
+        make_rows(
+            parts, moves.slots, moves.loads, moves.fresh, first_slot, self.first_row - first_row, self.seed,
+            self.first_column, self._kind, self.low, self.high, starts,
+        )  # fmt: skip
+
+    @property
+    def _kind(self) -> str:
+        return "uniform" if self.low < self.high else "constant"
 
 
 def _uniform_bounds(config: BaseEmbeddingConfig) -> tuple[float, float] | None:

@@ -51,7 +51,8 @@ JAGGED = {
     },
     "segments": {"complete_cumsum", "invert_permute", "offsets_range", "segment_spread", "segment_sum"},
     "cache_batches": {
-        "claim_rows", "expect_rows", "link_rows", "list_rows", "mark_rows", "place_rows", "release_slots", "take_slots",
+        "claim_rows", "expect_rows", "link_rows", "list_rows", "make_rows", "mark_rows", "pick_lowest", "place_rows",
+        "release_slots", "take_slots",
     },
     "initial_rows": {"initial_rows"},
     "lowest": {"lowest"},

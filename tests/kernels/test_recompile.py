@@ -317,7 +317,12 @@ def rows_of_tiers(batch: Batch) -> None:
     OPS.move_rows(parts, records, batch.ids(), batch.ids(), batch.ids())
     keys, borders = gpu(batch.n, dtype=torch.int32), gpu(3, dtype=torch.int64)
     OPS.lowest(keys, keys, borders, gpu(2, dtype=torch.int64, shift=batch.shift), batch.m)
+    bins, picked = gpu(2048, dtype=torch.int32), gpu(batch.n, dtype=torch.int64, shift=batch.shift)
+    OPS.pick_lowest(keys, keys, borders, gpu(2, dtype=torch.int64, shift=batch.shift), bins, picked)
     for kind in ("uniform", "normal"):
+        OPS.make_rows(
+            parts, batch.ids(), batch.ids(), gpu(batch.n, dtype=torch.bool), batch.b, 3, 7, 0, kind, 0.0, 1.0, [0.0]
+        )
         OPS.initial_rows(batch.ids(), gpu(1, dtype=torch.int64), 0, 128, kind, 0.0, 1.0, torch.float32)
 
 
@@ -340,9 +345,9 @@ def batches_of_caches(batch: Batch) -> None:
     OPS.list_rows(bits, tallies, batch.n)
     row_of = gpu(ROWS, dtype=torch.int64)
     OPS.take_slots(
-        ids, ids, borders, slot_of, row_of, held, flags, flags, score, key, counts, batch.ids(), slots[:0], *numbers
+        ids, batch.ids(), borders, slot_of, row_of, held, flags, flags, score, key, counts, slots[:0], *numbers
     )
-    OPS.place_rows(gpu(batch.n, dtype=torch.int64), offsets, first, slot_of)
+    OPS.place_rows(gpu(batch.n, dtype=torch.int64), offsets, first, slot_of, gpu(30, dtype=torch.int64))
     OPS.release_slots(batch.ids(), held, flags, True)
     ring = gpu(2 * batch.n, dtype=torch.int32, shift=batch.shift)
     OPS.link_rows(ids, slot_of, row_of, ring, key, batch.b, batch.m, batch.n)

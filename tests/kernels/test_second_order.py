@@ -70,11 +70,11 @@ WITHOUT = {
     "bound_ids", "check_gradient", "check_ids", "claim_rows", "complete_cumsum", "dequantize_rows",
     "expand_into_jagged_permute", "expect_rows", "float_to_bfloat16", "fp8_part_ends", "from_float8", "from_fp8_parts",
     "from_fused_rows", "from_fused_tables", "fused_update", "hashed_rows", "histogram_binning", "identity_slots",
-    "initial_rows", "inside_pieces", "invert_permute", "jagged_unique", "link_rows", "list_rows", "lowest", "mark_rows",
-    "masked_counts", "move_rows", "murmur_hash", "offsets_range", "place_rows", "quantize_rows",
-    "quantized_pooled_lookup", "quantized_sequence_lookup", "release_slots", "remapped_rows", "reorder_request_lengths",
-    "share_exponents", "take_masked", "take_slots", "to_float8", "to_fp8_parts", "to_fused_rows", "unique_ids",
-    "update_index",
+    "initial_rows", "inside_pieces", "invert_permute", "jagged_unique", "link_rows", "list_rows", "lowest", "make_rows",
+    "mark_rows", "masked_counts", "move_rows", "murmur_hash", "offsets_range", "pick_lowest", "place_rows",
+    "quantize_rows", "quantized_pooled_lookup", "quantized_sequence_lookup", "release_slots", "remapped_rows",
+    "reorder_request_lengths", "share_exponents", "take_masked", "take_slots", "to_float8", "to_fp8_parts",
+    "to_fused_rows", "unique_ids", "update_index",
 }  # fmt: skip
 
 # autograd's own Functions -> where their second derivative is looked at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock, call
@@ -157,6 +158,45 @@ def test_pinned_records_are_locked_in_place_and_unlocked(monkeypatch: pytest.Mon
     assert runtime.mock_calls == [
         lock(first, ROWS * BYTES, 0), lock(second, 2 * ROWS * BYTES, 0), unlock(first), unlock(second)
     ]  # fmt: skip
+
+
+def test_records_of_several_tables_share_a_memory_until_the_last_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Mock(cudaHostRegister=Mock(return_value=0), cudaHostUnregister=Mock(return_value=0))
+    monkeypatch.setattr(backings, "_runtime", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    one, two, three = backings.side_by_side(HostRecords, [3, 5, 4], BYTES)
+    assert two.follows(one) and three.follows(two) and not three.follows(one) and not one.follows(two)
+    first = one.records.data_ptr()
+    assert [two.records.data_ptr(), three.records.data_ptr()] == [first + 3 * BYTES, first + 8 * BYTES]
+    records = some_records(5)
+    two.write(torch.arange(5), records)
+    assert not one.records.any() and not three.records.any()
+    # all of it once, whoever asks
+    for part in (two, one):
+        part.pin()
+    assert runtime.mock_calls == [call.cudaHostRegister(first, 12 * BYTES, 0)]
+    two.grow(6)
+    assert torch.equal(two.records[:5], records) and not two.follows(one) and not three.follows(two)
+    apart = copy.deepcopy(one)
+    assert not apart.follows(one) and not two.follows(apart) and apart.records.data_ptr() != first
+    for part in (one, three):
+        assert call.cudaHostUnregister(first) not in runtime.mock_calls
+        part.close()
+        part.close()
+    assert call.cudaHostUnregister(first) in runtime.mock_calls
+    for part in (two, apart):
+        part.close()
+
+
+def test_backings_of_others_are_made_one_by_one() -> None:
+    made: list[tuple[int, int]] = []
+
+    def below(rows: int, record_bytes: int) -> HostRecords:
+        made.append((rows, record_bytes))
+        return HostRecords(rows, record_bytes)
+
+    one, two = backings.side_by_side(below, [3, 5], BYTES)
+    assert made == [(3, BYTES), (5, BYTES)] and isinstance(two, HostRecords) and not two.follows(one)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from shardwise.embeddings import LookupFeature, NoFreeSlots, OptimizerSpec, TableGroup, TableShape
-from shardwise.embeddings.tiers import CachedRows, CacheSpec, HostRecords, TooManyRows, lru
+from shardwise.embeddings.tiers import CachedRows, CacheSpec, HostRecords, TooManyRows, cached_rows as store_module, lru
+from shardwise.kernels import move_rows
 from shardwise.kernels.rows import lowest as lowest_module, residency as steps
+from shardwise.sharding.engine.tiers import UniformRows
 
 ROWS, DIM = 400, 4
 CPU = torch.device("cpu")
@@ -124,3 +128,72 @@ def test_torch_s_path_gives_the_same_bits_and_counts(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(module, "loops", lambda: None)
     for mine, theirs in zip(run(), expected, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("rows", "dims", "calls"), [((ROWS, 90), (4, 4), 1), ((ROWS, 90, 70), (4, 4, 8), 2)])
+def test_a_device_moves_the_rows_of_all_tables_that_are_alike_in_one_call(
+    monkeypatch: pytest.MonkeyPatch, rows: Sequence[int], dims: Sequence[int], calls: int
+) -> None:
+    """Where each had a call of its own, the bits are the same."""
+
+    def run(below: Any) -> tuple[int, list[Tensor]]:
+        moves: list[int] = []
+        monkeypatch.setattr(store_module, "move_rows", lambda *given: moves.append(1) or move_rows(*given))
+        store = CachedRows([CacheSpec(60, 70, below) for _ in rows], lru)
+        shapes = [
+            TableShape(f"t{t}", count, dim, slots=60) for t, (count, dim) in enumerate(zip(rows, dims, strict=True))
+        ]
+        lookups = [LookupFeature(f"f{t}", t) for t in range(len(rows))]
+        spec = OptimizerSpec("adam", lr=0.1)
+        group = TableGroup(shapes, lookups, dtype=torch.float32, device=CPU, optimizer=spec, store=store)
+        store.attach(group)
+        generator = torch.Generator().manual_seed(2)
+        for t, (count, dim) in enumerate(zip(rows, dims, strict=True)):
+            store.write(t, 0, [torch.randn(count, dim, generator=generator), *torch.zeros(2, count, dim)])
+        moves.clear()
+        for _ in range(20):
+            ids = torch.cat([torch.randint(0, count, (40,), generator=generator) for count in rows])
+            group.pooled(ids, torch.arange(0, 40 * len(rows) + 1, 10)).square().sum().backward()
+        count = len(moves)
+        return count, [part for t in range(len(rows)) for part in store.read(t, 0, rows[t])]
+
+    for module in (steps, lowest_module):
+        monkeypatch.setattr(module, "loops", lambda: None)
+    together, mine = run(HostRecords)
+    apart, theirs = run(lambda rows, record_bytes: HostRecords(rows, record_bytes))
+    assert (together, apart) == (20 * calls, 20 * len(rows))
+    assert all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize("high", [0.5, -0.25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_device_makes_first_rows_in_their_slots(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, high: float
+) -> None:
+    """In a shard that begins amid its table; of equal bounds they are constant. A function gives the same."""
+    rows = (ROWS, 90)
+    made = [UniformRows(2**40 + t, 1000 * t, 3, DIM, -0.25, high, dtype) for t in range(2)]
+
+    def run(fresh: Sequence[Any]) -> list[Tensor]:
+        store = CachedRows([CacheSpec(60, 70, HostRecords, fresh=each) for each in fresh], lru)
+        shapes = [TableShape(f"t{t}", count, DIM, slots=60) for t, count in enumerate(rows)]
+        spec = OptimizerSpec("rowwise_adagrad", lr=0.1, initial_accumulator_value=0.5)
+        lookups = [LookupFeature(f"f{t}", t) for t in range(2)]
+        group = TableGroup(shapes, lookups, dtype=dtype, device=CPU, optimizer=spec, store=store)
+        store.attach(group)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(12):
+            ids = torch.cat([torch.randint(0, count, (40,), generator=generator) for count in rows])
+            group.pooled(ids, torch.arange(0, 81, 10)).square().sum().backward()
+        assert all(count.fresh for count in store.counts)
+        return [part for t in range(2) for part in store.read(t, 0, rows[t])]
+
+    expected = run(made)
+    for module in (steps, lowest_module):
+        monkeypatch.setattr(module, "loops", lambda: None)
+    calls: list[int] = []
+    make = UniformRows.make
+    monkeypatch.setattr(UniformRows, "make", lambda *given: calls.append(1) or make(*given))
+    assert all(map(torch.equal, run(made), expected)) and len(calls) == 24
+    assert all(map(torch.equal, run([partial(UniformRows.__call__, each) for each in made]), expected))
+    assert len(calls) == 24

@@ -17,14 +17,18 @@ from shardwise.perf.selftest.rows_checks import ROWS, Cache
 OPS = torch.ops.shardwise
 CALLS = [
     each for each in ROWS if each.op in {
-        "claim_rows", "expect_rows", "link_rows", "list_rows", "mark_rows", "place_rows", "release_slots", "take_slots"
+        "claim_rows", "expect_rows", "link_rows", "list_rows", "make_rows", "mark_rows", "pick_lowest", "place_rows",
+        "release_slots", "take_slots",
     }
 ]  # fmt: skip
 NAMES = [f"{each.op} {each.words}" for each in CALLS]
 
 
 def on(where: torch.device, given: Sequence[Any]) -> list[Any]:
-    return [value.to(where) if isinstance(value, Tensor) else value for value in given]
+    return [
+        value.to(where) if isinstance(value, Tensor) else on(where, value) if isinstance(value, list) else value
+        for value in given
+    ]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=NAMES)
@@ -108,9 +112,12 @@ def test_nothing_comes_of_nothing(where: torch.device) -> None:
     none = given[0].long()
     saves, fresh = slots.take_slots(
         none, none, given[5], given[4], given[4].long(), given[6], given[6] > 0, given[6] > 0, given[8], given[9],
-        given[12], none, given[13], LRU, 1, 0,
+        given[12], given[13], LRU, 1, 0,
     )  # fmt: skip
     assert saves.shape == fresh.shape == (0,) and fresh.dtype == torch.bool
-    slots.place_rows(none, given[1], given[3], given[4])
+    spare = torch.ones(3, dtype=torch.int64, device=where)
+    slots.place_rows(none, given[1], given[3], given[4], spare)
+    # of no use to this batch, but to the next one
+    assert not spare.any()
     slots.release_slots(none, given[6], given[6] > 0, True)
     assert not given[12].any() and not given[6].any()

@@ -32,7 +32,7 @@ def test_rows_move_and_victims_are_picked_without_a_wait_for_the_device() -> Non
         # the table of the normal distribution comes to a device once
         initial_rows(slots, seed, *given)
         for run, kernels in (
-            (lambda: lowest(keys, held, borders, wanted, 8), 8),
+            (lambda: lowest(keys, held, borders, wanted, 8), 7),
             (lambda: move_rows(parts, records, slots, slots, slots), 1),
             (lambda: initial_rows(slots, seed, *given), 1),
         ):

@@ -16,19 +16,21 @@ pytestmark = pytest.mark.compiled
 # what a device does for a batch of a cache
 BATCHES = (
     "claim_rows aged LFU", "mark_rows several tables", "list_rows several tables room for 70 more",
-    "take_slots policy 3", "place_rows several tables", "release_slots rows that changed", "link_rows a window",
-    "expect_rows a window",
+    "take_slots policy 3", "place_rows several tables beside 3 numbers", "release_slots rows that changed",
+    "link_rows a window", "expect_rows a window",
 )  # fmt: skip
 MATRIX = [
     *(("move_rows D=128 fp32 rowwise", target) for target in compiled.WHOLE),
     *((f"move_rows D={words}", "sm_90") for words in ("3 fp16 adam", "4 fp32 two states", "4096 fp32", "1 fp32")),
     *(
         (f"{kernel} 1 tables keys below 2147483647", target)
-        for kernel in ("count_digits", "count_picked", "pick")
+        for kernel in ("count_digits", "pick")
         for target in compiled.WHOLE
     ),
     *((f"initial_rows {words} D=128 fp32", target) for words in ("uniform", "normal") for target in compiled.WHOLE),
     ("initial_rows normal D=1023 bf16", "sm_90"),
+    *(("make_rows normal D=128 fp32 adam", target) for target in compiled.WHOLE),
+    ("make_rows uniform D=128 fp32 rowwise", "sm_90"),
     *((name, target) for name in BATCHES for target in compiled.WHOLE),
     *((f"claim_rows {words}", "sm_90") for words in ("LRU several tables", "no policy", "looked at alone")),
 ]
@@ -37,7 +39,7 @@ MATRIX = [
 @cache
 def cases() -> dict[str, Case]:
     batches = {name.split()[0] for name in BATCHES}
-    modules = {"move_rows", "count_digits", "count_picked", "pick", "initial_rows", *batches}
+    modules = {"move_rows", "count_digits", "pick", "initial_rows", "make_rows", *batches}
     each = [case for launch in cases_served.launches() for case in launched.launches(*launch)]
     return {case.name: case for case in each if case.kernel_name in modules}
 

@@ -32,7 +32,7 @@ def move(words: str) -> Call:
 def pick(*sizes: int) -> Call:
     keys, held, borders, counts, capacity = victims(sizes, 40)
     out = lowest(keys, held, borders, counts, capacity)
-    traffic = lowest_bytes(keys, capacity, DIGITS + 2)
+    traffic = lowest_bytes(keys, capacity, DIGITS + 1)
     # a program of a pass reads the counts of all passes before
     rest = (DIGITS * COUNTS + 8 * (2 * len(sizes) + 2)) // SECTOR + 8
     return Call([out], traffic, {"K": keys, "H": held, "Y": out}, "KHY", 16, rest)
@@ -48,8 +48,7 @@ def first_values(kind: str, columns: int, dtype: torch.dtype) -> Call:
 
 def batch_of_cache(served: Served) -> Call:
     """Rows with slots come once, so that which id finds one does not hang on the order of programs."""
-    given = served.inputs()
-    result = served.call(*given)
+    result = served.call(*served.inputs())
     return Call([*result] if isinstance(result, tuple) else [result])
 
 
@@ -58,7 +57,9 @@ OF_CACHES = {
     "expect_rows",
     "link_rows",
     "list_rows",
+    "make_rows",
     "mark_rows",
+    "pick_lowest",
     "place_rows",
     "release_slots",
     "take_slots",

@@ -6,7 +6,7 @@ There is none here: kernels are counted, and references decide.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -33,12 +33,13 @@ from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.kernels.rows import Lookups
 from shardwise.perf.counts.launches import CUDA, Counted, use_fake_cuda
 from shardwise.sharding import table_wise
+from shardwise.sharding.engine import tables as sharded
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
 TABLES, ROWS = 3, 1000
-# of a batch: zeros for its counts, rows found, listed, victims picked, taken, places; a move a table; its release
-OF_BATCH = Counter({"torch zero_": 2, "torch fill_": 1, "count_digits": 4, "move_rows": TABLES})
-OF_BATCH.update(["claim_rows", "list_rows", "count_picked", "pick", "take_slots", "place_rows", "release_slots"])
+# of a batch: rows found, listed, victims picked by four digits, taken, places; moves of all tables; its release
+OF_BATCH = Counter({"count_digits": 4})
+OF_BATCH.update(["claim_rows", "list_rows", "pick", "take_slots", "place_rows", "move_rows", "release_slots"])
 
 
 @pytest.fixture(autouse=True)
@@ -74,10 +75,13 @@ def gpu(counts: Counted) -> Iterator[None]:
         yield
 
 
-def step_of(tier: Tier | None) -> tuple[Counter[str], Counter[str]]:
-    """Launches and waits of the third step."""
-    with gpu(counts := Counted()):
-        tables = [EmbeddingBagConfig(ROWS, 8, f"t{n}", feature_names=[f"f{n}"]) for n in range(TABLES)]
+def step_of(
+    tier: Tier | None, dims: Sequence[int] = (8,) * TABLES, *, lazily: bool = False
+) -> tuple[Counter[str], Counter[str]]:
+    """Launches and waits of the third step; rows are there from the start, or made when they are needed."""
+    tables = [EmbeddingBagConfig(ROWS, dims[n], f"t{n}", feature_names=[f"f{n}"]) for n in range(TABLES)]
+    # there are no meta tensors beside those of a device that is not there
+    with gpu(counts := Counted()), patch.object(sharded, "is_lazy", lambda config, weight: lazily):
         module: Any = EmbeddingBagCollection(tables, device=CUDA)
         apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
         plan = construct_module_sharding_plan(
@@ -103,6 +107,21 @@ def test_a_step_waits_for_nothing_more_than_one_of_resident_tables() -> None:
     assert cached_waits == waits
     assert cached - resident == OF_BATCH
     assert not resident - cached
+
+
+def test_tables_of_other_dims_have_moves_of_their_own() -> None:
+    dims = 8, 16, 16
+    (resident, waits), (cached, cached_waits) = step_of(None, dims), step_of(Tier(300), dims)
+    assert cached_waits == waits
+    assert cached - resident == OF_BATCH + Counter(["move_rows"])
+
+
+def test_rows_that_are_made_when_they_are_needed_wait_for_nothing() -> None:
+    (resident, waits), (cached, cached_waits) = step_of(None), step_of(Tier(300), lazily=True)
+    assert cached_waits == waits
+    # which of the rows that come have no record, and the rows of each table
+    made = Counter({"make_rows": TABLES, "torch where": 1, "torch fill_": 1})
+    assert cached - resident == OF_BATCH + made
 
 
 @pytest.mark.parametrize("policy", [lru, lfu, AgedLfu(9)])
