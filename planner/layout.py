@@ -184,7 +184,7 @@ class Tier:
             function of (table name, rows, bytes of a record) that makes a `Backing`.
         folder: of scratch files, made where it is missing; on a local disk.
         max_slots: up to so many slots grow, as `slots`, where a batch needs more. None is no bound where `slots` is
-            None, and else that they do not grow.
+            None, and else, as fewer than `slots` are, that they do not grow.
         ram_rows: rows of a file that are in the host's memory too, as `slots`; None is none.
         policy: which rows go first of those that no known batch needs: "aged_lfu" (those that were used least, a use of
             `half_life` batches ago counting a half), "lru" (longest ago), "lfu" (least often) or a function of (scores

@@ -38,7 +38,8 @@ def tiered(module: nn.Module, tiers: Mapping[str, Tier], *, device: torch.device
 
     Raises:
         KeyError: there is no such table.
-        ValueError: an ordinary optimizer trains a table of `tiers`, which has no gradient of all its rows.
+        ValueError: an ordinary optimizer trains a table of `tiers`, which has no gradient of all its rows; or a table
+            is sharded already, by this function or by a plan.
 
     Example:
         >>> apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
@@ -47,8 +48,16 @@ def tiered(module: nn.Module, tiers: Mapping[str, Tier], *, device: torch.device
     env = ShardingEnv.from_local(1, 0)
     places = find_places(module, get_default_sharders(), None, lambda kind: env)
     known = list(chain.from_iterable(place.parameters() for place in places))
+    sharded = {
+        table.name for part in module.modules() if isinstance(part, ShardedCollection) for table in part._routes.tables
+    }
     for name in tiers:
         if name not in known:
+            if name in sharded:
+                raise ValueError(
+                    f"table {name!r} is sharded, with a tier or without: give all tiers in one call, and those of a"
+                    " plan in its constraints"
+                )
             raise KeyError(f"no table {name!r} in the module, it has {sorted(set(known))}{did_you_mean(name, known)}")
     chosen = [place for place in places if any(name in tiers for name in place.parameters())]
     where = _device_of(chosen) if device is None else torch.device(device)

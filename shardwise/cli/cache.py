@@ -120,6 +120,10 @@ def add_cache(commands: click.Group) -> None:
     @click.option("--skip", type=click.IntRange(0), default=0, help="Batches that only fill caches.", show_default=True)
     @click.option("--link-gb-s", type=Finite(0.001), help="Of the link to the host, each way.  [default: 32]")
     @click.option("--disk-gb-s", type=Finite(0.001), default=3.0, help="Of the disk.", show_default=True)
+    @click.option("--miss-ns", type=Finite(0), default=0.0, help="A missing row beside its bytes.", show_default=True)
+    @click.option(
+        "--batch-us", type=Finite(0), default=0.0, help="A batch of a table beside its rows.", show_default=True
+    )
     @click.option("--no-curves", is_flag=True, help="Leave out curves, Belady and regret.")
     @click.option("--html", type=target, help="Write a report that a browser shows.")
     @only
@@ -132,6 +136,8 @@ def add_cache(commands: click.Group) -> None:
         slots: tuple[str, ...],
         link_gb_s: float | None,
         disk_gb_s: float,
+        miss_ns: float,
+        batch_us: float,
         no_curves: bool,
         html: Path | None,
         as_json: bool,
@@ -155,7 +161,7 @@ def add_cache(commands: click.Group) -> None:
             planned, placed = _plan(plan_path)
             # bytes per millisecond are a millionth of GB/s
             link = link_gb_s or (32.0 if planned is None else planned.topology.hbm_to_ddr_mem_bw / 1e6)
-            links = Links(link_gb_s=link, disk_gb_s=disk_gb_s)
+            links = Links(link_gb_s=link, disk_gb_s=disk_gb_s, miss_ns=miss_ns, batch_us=batch_us)
             if path is None:
                 assert tables is not None
                 report = _estimate(tables, batch_size or 512, asked, links)

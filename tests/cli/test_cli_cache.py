@@ -140,6 +140,13 @@ def test_shards_of_a_plan_are_simulated_by_rank_with_the_times_of_its_steps(plac
     plain = simulated(place / "trace.npz", "--plan", place / "plan.json", "--slots", "10%", "--prefetch", 0)
     for rank in plain["ranks"]:
         assert rank["step_ms"] == pytest.approx(rank["rest_ms"] + rank["prefetch_ms"])
+    slower = simulated(
+        place / "trace.npz", "--plan", place / "plan.json", "--slots", "10%", "--miss-ns", 1e6, "--batch-us", 5000
+    )
+    for rank, other in zip(found["ranks"], slower["ranks"], strict=True):
+        misses = sum(t["misses"] for t in found["tables"] if t["ranks"] == [rank["rank"]]) / found["batches"]
+        # a millisecond for each row that comes, and five for a batch of each of two tables
+        assert other["prefetch_ms"] - rank["prefetch_ms"] == pytest.approx(misses + 10)
     assert "late batches" in run("simulate", place / "trace.npz", "--plan", place / "plan.json").stdout
 
 

@@ -130,6 +130,14 @@ def test_an_unknown_table_is_named_with_its_neighbours() -> None:
         tiered(fused(Net()), {"itme": SMALL})
 
 
+def test_a_table_gets_its_tier_once() -> None:
+    net = tiered(fused(Net()), {"item": SMALL})
+    with pytest.raises(
+        ValueError, match="table 'item' is sharded, .*: give all tiers in one call, and those of a plan"
+    ):
+        tiered(net, {"item": SMALL})
+
+
 def test_an_ordinary_optimizer_has_no_gradient_of_rows_below() -> None:
     with pytest.raises(
         ValueError, match="table 'user': a table with a tier is trained by an optimizer in its backward"
