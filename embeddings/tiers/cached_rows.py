@@ -350,7 +350,8 @@ class CachedRows:
         assert records is not None
         if len(tables) == 1:
             return parts, records
-        slots, rows = (sum(getattr(self.residency.tables[t], what) for t in tables) for what in ("slots", "rows"))
+        first, last = self.residency.tables[tables[0]], self.residency.tables[tables[-1]]
+        slots, rows = last.first_slot + last.slots - first.first_slot, last.first_row + last.rows - first.first_row
         parts = [part.as_strided((slots, *part.shape[1:]), part.stride()) for part in parts]
         return parts, records.as_strided((rows, records.shape[1]), records.stride())
 

@@ -100,6 +100,7 @@ def normal_table() -> Tensor:
 
 @cache
 def table_on(device: torch.device) -> Tensor:
+    """`normal_table`, which comes to each device once."""
     return normal_table().to(device)
 
 
@@ -196,18 +197,9 @@ def _initial_rows_kernel(  # type: ignore[no-untyped-def]
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = tl.load(rows + n, mask=n < N, other=0)
     y = first_values(
-        row,
-        tl.load(seed),
-        first_column + d,
-        table,
-        first,
-        step,
-        least,
-        most,
-        NORMAL,
-        REST,
+        row, tl.load(seed), first_column + d, table, first, step, least, most, NORMAL, REST,
         Y.dtype.element_ty == tl.bfloat16,
-    )
+    )  # fmt: skip
     tl.store(Y + (n * D)[:, None] + d[None, :], y.to(Y.dtype.element_ty), mask=(n < N)[:, None] & (d < D)[None, :])
 
 
