@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.embeddings import BaseEmbeddingConfig, NoFreeSlots, TableShape
+from shardwise.embeddings import BaseEmbeddingConfig, NoFreeSlots, TableGroup, TableShape
 from shardwise.embeddings.tiers import (
     Backing,
     CachedRows,
@@ -30,9 +32,9 @@ from shardwise.kernels import initial_rows
 from ...planner.layout import Shard, Tier
 from ..comms.exchange import Exchange
 from ..plan.caches import shared_folder
-from .routes import Table
+from .routes import Routes, Table
 from .stages import StagedModule, StepContext
-from .step import Step
+from .step import IDS_SENT, LOOKED_UP, Step
 
 if TYPE_CHECKING:
     from .shards import LocalShards
@@ -207,6 +209,124 @@ def share_first_rows(store: CachedRows, number: int, exchange: Exchange) -> None
         rows = store.read(number, begin, end)[0].contiguous().to(store.residency.device)
         exchange.broadcast(rows)
         store.write(number, begin, [rows, *[None] * (len(store.layouts[number].widths) - 1)])
+
+
+def groups_that_may_lack(routes: Routes) -> list[tuple[int, int]]:
+    """Rank and number of each group that is asked for rows and has, at most, fewer slots than rows of some table."""
+    tables = {table.name: table for table in routes.tables}
+
+    def may_lack(shard: Shard) -> bool:
+        table, rows = tables[shard.table], shard.rows[1] - shard.rows[0]
+        return table.options.tier is not None and slots_of(table.options.tier, shard, table)[1] < rows
+
+    return [
+        (rank, g)
+        for rank, serving in enumerate(routes.serving)
+        for g, part in enumerate(serving.groups)
+        if part.slots and any(map(may_lack, part.shards))
+    ]
+
+
+def _reserved_groups(routes: Routes) -> list[tuple[int, int]]:
+    """Groups of which ranks tell each other the room that they have, rank after rank.
+
+    None where replicas may lack slots too: each rank looks its own batch up there besides.
+    """
+    groups = groups_that_may_lack(routes)
+    return [] if any(routes.serving[rank].groups[g].is_replica for rank, g in groups) else groups
+
+
+def reserved_numbers(routes: Routes) -> int:
+    """Numbers more in a header by which ranks know that a batch fits."""
+    groups = _reserved_groups(routes)
+    return len(groups) + max(Counter(rank for rank, _ in groups).values(), default=0)
+
+
+class Reservations:
+    """Which batches find slots for all their rows for sure, on every rank, so that none has to tell the others.
+
+    With the header of a batch each rank says how many ids it has for each group that may lack slots, of all ranks; and
+    for each such group of its own how many ids find room beside the rows that are held and the ids of batches that are
+    under way, not looked up yet. So all ranks know whether the batch fits. A batch that does has its slots until it is
+    looked up: those that begin after it count it. One that may not fit is the exception: it might take them, so no
+    batch under way is sure of its slots any more.
+
+    Batches begin, are received and looked up in one order on all ranks, as each of these is a collective.
+    """
+
+    def __init__(self, routes: Routes, rank: int, groups: Sequence[TableGroup]) -> None:
+        self._groups, self._reserved = groups, _reserved_groups(routes)
+        self._own = [g for r, g in self._reserved if r == rank]
+        # numbers in front of a header, the first of which are room
+        self.width = reserved_numbers(routes)
+        self._rooms = self.width - len(self._reserved)
+        # where the room of each group stands: rank, and place in its header
+        counted = Counter[int]()
+        self._room_at = []
+        for r, _ in self._reserved:
+            self._room_at.append((r, counted[r]))
+            counted[r] += 1
+        # batches that began, and the last of those that were received
+        self._begun = self._received = 0
+        self._steps: list[ref[Step]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # batches that are under way are none of a copy's
+        return {**self.__dict__, "_steps": []}
+
+    def _under_way(self) -> list[Step]:
+        steps = [step for one in self._steps if (step := one()) is not None]
+        return [step for step in steps if step.phase < LOOKED_UP]
+
+    def _room(self, g: int) -> int:
+        """Ids of a batch that begins now for which group `g` has slots; negative where nobody knows."""
+        store = self._groups[g].store
+        if not isinstance(store, CachedRows):
+            return -1
+        room = store.room()
+        for step in self._under_way():
+            if g in step.leases:
+                # brought ahead: these rows are held
+                continue
+            if step.phase < IDS_SENT:
+                return -1
+            room -= sum(step.ids_by_group[g])
+        return room
+
+    def pack(self, step: Step, sizes: list[list[int]]) -> list[list[int]]:
+        """What the header of a batch that begins tells each rank, with `sizes`."""
+        rooms = [self._room(g) for g in self._own]
+        front = [*rooms, *[0] * (self._rooms - len(rooms)), *(step.ids_to_groups[r][g] for r, g in self._reserved)]
+        return [[*front, *row] for row in sizes]
+
+    def begin(self, step: Step) -> None:
+        """A batch whose header has left, also one that is bad on this rank."""
+        self._begun += 1
+        step.number, step.reservations = self._begun, self
+        self._steps = [*map(ref, self._under_way()), ref(step)]
+
+    def receive(self, step: Step) -> list[list[int]]:
+        """The sizes that all ranks sent with the header of a batch: [W]. Raises as `PendingHeader.receive`."""
+        try:
+            rows = step.header.receive()
+        except BaseException:
+            self.leave(step)
+            raise
+        wanted = [sum(numbers) for numbers in zip(*(row[self._rooms : self.width] for row in rows), strict=True)]
+        rooms = [rows[rank][place] for rank, place in self._room_at]
+        # one that began before another and is received after it does not know what that may take
+        step.fits = step.number > self._received and all(
+            not ids or ids <= room for ids, room in zip(wanted, rooms, strict=True)
+        )
+        self._received = max(self._received, step.number)
+        if not step.fits:
+            for other in self._under_way():
+                other.fits = False
+        return [row[self.width :] for row in rows]
+
+    def leave(self, step: Step) -> None:
+        """A batch that will not be looked up."""
+        self._steps = [one for one in self._steps if one() is not step]
 
 
 class TieredTables(StagedModule[Step]):
