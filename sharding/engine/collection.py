@@ -472,7 +472,7 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
         if step.phase >= IDS_SENT:
             return
         # where this rank's batch is bad every rank raises here
-        unpack_sizes(step, step.header.receive() if step.reservations is None else step.reservations.receive(step))
+        unpack_sizes(step, step.header.receive() if step.reservation is None else step.reservation.among.receive(step))
         if not self._exchange.alone:
             step.ids = self._exchange.all_to_all(*pack_ids(step), step.id_sizes, what="ids")
         step.phase = IDS_SENT
@@ -504,6 +504,8 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
             step.dense_rows = self.dense_rows(step)
         if step.phase >= LOOKED_UP:
             return
+        if step.reservation is not None:
+            step.reservation.among.look_up(step)
         if self.shards.may_lack_slots and not step.update and self._routes.replicas and step.replicated_rows is None:
             # while the others can still be told
             self._look_up_replicas(step)
@@ -550,8 +552,8 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
     def drop(self, step: Step) -> None:
         """Let a batch go that no forward will take: what travels is waited for, its rows may leave their slots."""
         step.settle()
-        if step.reservations is not None:
-            step.reservations.leave(step)
+        if step.reservation is not None:
+            step.reservation.among.leave(step)
         if step.is_stale(self._routes):
             # what held its rows went with that
             step.leases, step.announced, step.renewals = {}, {}, {}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from operator import add
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -34,7 +35,7 @@ from ..comms.exchange import Exchange
 from ..plan.caches import shared_folder
 from .routes import Routes, Table
 from .stages import StagedModule, StepContext
-from .step import IDS_SENT, LOOKED_UP, Step
+from .step import Step
 
 if TYPE_CHECKING:
     from .shards import LocalShards
@@ -237,96 +238,136 @@ def _reserved_groups(routes: Routes) -> list[tuple[int, int]]:
 
 
 def reserved_numbers(routes: Routes) -> int:
-    """Numbers more in a header by which ranks know that a batch fits."""
+    """Numbers more in a header by which ranks know which batches fit."""
     groups = _reserved_groups(routes)
-    return len(groups) + max(Counter(rank for rank, _ in groups).values(), default=0)
+    return 1 + len(groups) + max(Counter(rank for rank, _ in groups).values()) if groups else 0
+
+
+@dataclass(eq=False)
+class Reservation:
+    """A batch under way, as all ranks know it.
+
+    Attributes:
+        number: which of its collection's batches it is, in the order in which they begin.
+        step: this rank's part, as long as somebody has it and may look it up.
+        wanted: ids of all ranks for each group that may lack slots, once they are known.
+        fits: whether they find slots for sure; it may be true no more before the lookup.
+        since: batches that had begun when that was given up; what those said does not count.
+    """
+
+    among: Reservations
+    number: int
+    step: Callable[[], Step | None]
+    wanted: Sequence[int] | None = None
+    fits: bool = False
+    since: int = 0
 
 
 class Reservations:
     """Which batches find slots for all their rows for sure, on every rank, so that none has to tell the others.
 
     With the header of a batch each rank says how many ids it has for each group that may lack slots, of all ranks; and
-    for each such group of its own how many ids find room beside the rows that are held and the ids of batches that are
-    under way, not looked up yet. So all ranks know whether the batch fits. A batch that does has its slots until it is
-    looked up: those that begin after it count it. One that may not fit is the exception: it might take them, so no
-    batch under way is sure of its slots any more.
+    for each such group of its own how many ids find room beside rows that are held for an update. So all ranks know
+    which of the batches under way fit beside each other, in the order in which they began. Rows that were brought ahead
+    count as ids do: they make room where a lookup needs it. A batch that is looked up before its turn takes slots that
+    others counted on, which are sure of them no more until a later header.
 
-    Batches begin, are received and looked up in one order on all ranks, as each of these is a collective.
+    All ranks begin, receive and look up batches in one order, as each of these is a collective. When a batch is let go
+    depends on each rank alone, so headers say which is the first that this rank still has.
     """
 
     def __init__(self, routes: Routes, rank: int, groups: Sequence[TableGroup]) -> None:
         self._groups, self._reserved = groups, _reserved_groups(routes)
         self._own = [g for r, g in self._reserved if r == rank]
-        # numbers in front of a header, the first of which are room
+        # numbers in front of a header: its first batch, room, ids
         self.width = reserved_numbers(routes)
-        self._rooms = self.width - len(self._reserved)
+        self._ids_at = self.width - len(self._reserved)
         # where the room of each group stands: rank, and place in its header
         counted = Counter[int]()
-        self._room_at = []
+        self._room_at: list[tuple[int, int]] = []
         for r, _ in self._reserved:
-            self._room_at.append((r, counted[r]))
             counted[r] += 1
-        # batches that began, and the last of those that were received
-        self._begun = self._received = 0
-        self._steps: list[ref[Step]] = []
+            self._room_at.append((r, counted[r]))
+        self._begun = 0
+        # those that were not looked up, and by the number of a batch those among them when it began, up to itself
+        self._open: list[Reservation] = []
+        self._before: dict[int, list[Reservation]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # batches that are under way are none of a copy's
-        return {**self.__dict__, "_steps": []}
+        return {**self.__dict__, "_open": [], "_before": {}}
 
-    def _under_way(self) -> list[Step]:
-        steps = [step for one in self._steps if (step := one()) is not None]
-        return [step for step in steps if step.phase < LOOKED_UP]
+    def _here(self) -> list[tuple[int, Step]]:
+        """Number and step of batches that this rank may look up."""
+        return [(one.number, step) for one in self._open if (step := one.step()) is not None]
 
     def _room(self, g: int) -> int:
-        """Ids of a batch that begins now for which group `g` has slots; negative where nobody knows."""
+        """Ids of batches under way for which group `g` has slots."""
         store = self._groups[g].store
-        if not isinstance(store, CachedRows):
-            return -1
-        room = store.room()
-        for step in self._under_way():
-            if g in step.leases:
-                # brought ahead: these rows are held
-                continue
-            if step.phase < IDS_SENT:
-                return -1
-            room -= sum(step.ids_by_group[g])
-        return room
+        ahead = [step.leases[g][1] for _, step in self._here() if g in step.leases]
+        return store.room(ahead) if isinstance(store, CachedRows) else 0
 
     def pack(self, step: Step, sizes: list[list[int]]) -> list[list[int]]:
         """What the header of a batch that begins tells each rank, with `sizes`."""
         rooms = [self._room(g) for g in self._own]
-        front = [*rooms, *[0] * (self._rooms - len(rooms)), *(step.ids_to_groups[r][g] for r, g in self._reserved)]
+        first = min((number for number, _ in self._here()), default=self._begun + 1)
+        ids = [step.ids_to_groups[r][g] for r, g in self._reserved]
+        front = [first, *rooms, *[0] * (self._ids_at - 1 - len(rooms)), *ids]
         return [[*front, *row] for row in sizes]
 
     def begin(self, step: Step) -> None:
         """A batch whose header has left, also one that is bad on this rank."""
         self._begun += 1
-        step.number, step.reservations = self._begun, self
-        self._steps = [*map(ref, self._under_way()), ref(step)]
+        step.reservation = Reservation(self, self._begun, ref(step))
+        self._open.append(step.reservation)
+        self._before[self._begun] = [*self._open]
 
     def receive(self, step: Step) -> list[list[int]]:
         """The sizes that all ranks sent with the header of a batch: [W]. Raises as `PendingHeader.receive`."""
+        assert step.reservation is not None
+        number = step.reservation.number
+        before = self._before.pop(number, [])
         try:
             rows = step.header.receive()
         except BaseException:
-            self.leave(step)
+            # no rank looks it up
+            step.reservation.wanted = [0] * len(self._reserved)
+            self._open = [one for one in self._open if one is not step.reservation]
             raise
-        wanted = [sum(numbers) for numbers in zip(*(row[self._rooms : self.width] for row in rows), strict=True)]
-        rooms = [rows[rank][place] for rank, place in self._room_at]
-        # one that began before another and is received after it does not know what that may take
-        step.fits = step.number > self._received and all(
-            not ids or ids <= room for ids, room in zip(wanted, rooms, strict=True)
-        )
-        self._received = max(self._received, step.number)
-        if not step.fits:
-            for other in self._under_way():
-                other.fits = False
+        step.reservation.wanted = [
+            sum(ids) for ids in zip(*(row[self._ids_at : self.width] for row in rows), strict=True)
+        ]
+        first, rooms = min(row[0] for row in rows), [rows[rank][place] for rank, place in self._room_at]
+        self._open = [one for one in self._open if one.number >= first]
+        self._before = {of: batches for of, batches in self._before.items() if of >= first}
+        total = [0] * len(rooms)
+        for one in before:
+            if one.number < first:
+                continue
+            if one.wanted is None:
+                # nobody knows yet what it takes from those after it
+                break
+            total = list(map(add, total, one.wanted))
+            fits = all(not ids or taken <= room for ids, taken, room in zip(one.wanted, total, rooms, strict=True))
+            one.fits = one.fits or (fits and number > one.since)
         return [row[self.width :] for row in rows]
 
+    def look_up(self, step: Step) -> None:
+        """A batch that is looked up now."""
+        assert step.reservation is not None
+        self._open = [one for one in self._open if one is not step.reservation]
+        for one in self._open:
+            if one.number < step.reservation.number:
+                one.fits, one.since = False, self._begun
+
     def leave(self, step: Step) -> None:
-        """A batch that will not be looked up."""
-        self._steps = [one for one in self._steps if one() is not step]
+        """A batch that this rank will not look up."""
+        assert step.reservation is not None
+        step.reservation.step = _nobody
+
+
+def _nobody() -> None:
+    """What a rank has of a batch that was dropped."""
 
 
 class TieredTables(StagedModule[Step]):
