@@ -249,10 +249,10 @@ class Reservation:
 
     Attributes:
         number: which of its collection's batches it is, in the order in which they begin.
-        step: this rank's part, as long as somebody has it and may look it up.
+        step: this rank's part, None once it is dropped or nobody has it.
         wanted: ids of all ranks for each group that may lack slots, once they are known.
         fits: whether they find slots for sure; it may be true no more before the lookup.
-        since: batches that had begun when that was given up; what those said does not count.
+        since: batches that had begun when that was last taken back; their headers say nothing of it.
     """
 
     among: Reservations
@@ -363,11 +363,7 @@ class Reservations:
     def leave(self, step: Step) -> None:
         """A batch that this rank will not look up."""
         assert step.reservation is not None
-        step.reservation.step = _nobody
-
-
-def _nobody() -> None:
-    """What a rank has of a batch that was dropped."""
+        step.reservation.step = lambda: None
 
 
 class TieredTables(StagedModule[Step]):
