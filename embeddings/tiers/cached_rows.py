@@ -262,6 +262,15 @@ class CachedRows:
         for span, trace in zip(self.residency.tables, traces, strict=True):
             trace.add(rows[(rows >= span.first_row) & (rows < span.first_row + span.rows)] - span.first_row)
 
+    def room(self, without: Sequence[CacheLease] = ()) -> int:
+        """Rows of each table that may have fewer slots than rows which find some for sure; waits for no device.
+
+        Rows that leases hold count, as many as these hold at most, but for leases `without` which slots are counted.
+        """
+        held = self.residency.rows_held([lease.rows for lease in without])
+        tables = zip(self.specs, self.residency.tables, held, strict=True)
+        return min((spec.max_slots - rows for spec, span, rows in tables if spec.max_slots < span.rows), default=0)
+
     def _grow(self, needed: dict[int, int]) -> None:
         """Give tables the slots that they need.
 

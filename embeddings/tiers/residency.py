@@ -463,6 +463,17 @@ class Residency:
 
     # ---- what others ask
 
+    def rows_held(self, without: Sequence[Lease] = ()) -> list[int]:
+        """By table the rows that leases but those `without` hold, at most: one of several counts for each.
+
+        Waits for no device.
+        """
+        leases = [lease for lease in self.leases if lease not in without]
+        of_leases = [lease.most or lease.counts[:, :2].sum(1).tolist() for lease in leases]
+        held = map(sum, zip(*of_leases, strict=True)) if of_leases else [0] * len(self.tables)
+        by_number = dict(zip(self._order, held, strict=True))
+        return [by_number[t] for t in range(len(self.tables))]
+
     def grow(self, slots: dict[int, int]) -> None:
         """Give tables, by number, more slots at their end; rows stay in theirs."""
         tables = list(self.tables)

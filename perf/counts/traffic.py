@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shardwise.sharding.comms.consensus import header_bytes
 from shardwise.sharding.engine.routes import REPLICA, ROWS, Group, Routes, Serving
+from shardwise.sharding.engine.tiers import reserved_numbers
 
 _NUMBER = 4
 
@@ -49,7 +50,7 @@ def predicted_bytes(
     on how many different rows a batch names.
     """
     own = routes.serving[rank]
-    header = header_bytes(3 + max(len(serving.groups) for serving in routes.serving))
+    header = header_bytes(3 + max(len(serving.groups) for serving in routes.serving) + reserved_numbers(routes))
     # samples that each rank of this host answers for all hosts
     each = routes.local_size
     answered = [sum(batches[m::each]) for m in range(each)]

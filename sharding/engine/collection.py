@@ -290,8 +290,6 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
         """Serve these routes, whose fingerprint is `number`, from now on."""
         rank = self._env.rank
         self._routes, self._fingerprint, self._tables = routes, number, local_tables
-        # samples, ids, those whose results come back, and ids of each group
-        self._header_width = 3 + max(len(serving.groups) for serving in routes.serving)
         self._local = Exchange(self._env.local_group(), self._exchange) if routes.has_host_sums else None
         host = None if self._local is None else HostExchange(self._local, rank)
         codecs = self._codec, self._codec_back
@@ -301,6 +299,9 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
             if self._replicas is None
             else FullyShardedShards(routes, rank, local_tables, self._exchange, self._replicas)
         )
+        # samples, ids, those whose results come back, and ids of each group; before them what says that a batch fits
+        reserved = 0 if self.shards.reservations is None else self.shards.reservations.width
+        self._header_width = 3 + max(len(serving.groups) for serving in routes.serving) + reserved
         # what the state dicts of this rank's tables are made of
         self.states = States(routes, local_tables, self._env)
         self._output_dtypes = output_dtypes(routes, self._policy.output_dtype, self._arrives_as)
@@ -444,6 +445,8 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
             step.divided_ahead = divided is not None
             route(step, self._routes, weights, lenient=lenient, divided=divided)
             sizes = pack_sizes(step)
+            if self.shards.reservations is not None:
+                sizes = self.shards.reservations.pack(step, sizes)
         except Exception as error:
             sizes = error
         number = self._fingerprint
@@ -454,6 +457,8 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
         # what ranks must agree on: the plan, the kind of backward that comes, and whether weights have gradients in it
         shared = [number, update + (update and self.training), int(weights is not None and weights.requires_grad)]
         step.header = send_header(self._exchange, self.device, sizes, shared=shared, width=self._header_width)
+        if self.shards.reservations is not None:
+            self.shards.reservations.begin(step)
         return step
 
     def _sending_of(self, keys: tuple[str, ...], update: bool) -> Sending:
@@ -467,7 +472,7 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
         if step.phase >= IDS_SENT:
             return
         # where this rank's batch is bad every rank raises here
-        unpack_sizes(step, step.header.receive())
+        unpack_sizes(step, step.header.receive() if step.reservation is None else step.reservation.among.receive(step))
         if not self._exchange.alone:
             step.ids = self._exchange.all_to_all(*pack_ids(step), step.id_sizes, what="ids")
         step.phase = IDS_SENT
@@ -499,6 +504,8 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
             step.dense_rows = self.dense_rows(step)
         if step.phase >= LOOKED_UP:
             return
+        if step.reservation is not None:
+            step.reservation.among.look_up(step)
         if self.shards.may_lack_slots and not step.update and self._routes.replicas and step.replicated_rows is None:
             # while the others can still be told
             self._look_up_replicas(step)
@@ -510,7 +517,7 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
             flag = None
             if wire.codec is not None:
                 flag, step.unsure_rows = flag_of(sent, wire.codec), rows
-            if self.shards.may_lack_slots and not self._exchange.alone:
+            if self.shards.may_lack_slots and not step.fits and not self._exchange.alone:
                 lack = sent.new_full((1,), 0 if step.lack is None else LACKS_SLOTS, dtype=torch.int32)
                 flag = lack if flag is None else flag | lack
             step.row_sizes = wire.row_sizes(step)
@@ -545,6 +552,8 @@ class ShardedCollection(TieredTables, OneOp, WritableTables):
     def drop(self, step: Step) -> None:
         """Let a batch go that no forward will take: what travels is waited for, its rows may leave their slots."""
         step.settle()
+        if step.reservation is not None:
+            step.reservation.among.leave(step)
         if step.is_stale(self._routes):
             # what held its rows went with that
             step.leases, step.announced, step.renewals = {}, {}, {}

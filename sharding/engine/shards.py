@@ -27,7 +27,7 @@ from .routes import ROWS, Routes
 from .row_state import Touched, WholeRows, touched_rows
 from .step import Step
 from .tables import LocalTables
-from .tiers import slots_of
+from .tiers import Reservations, groups_that_may_lack, reserved_numbers
 
 T = TypeVar("T")
 
@@ -52,7 +52,10 @@ class LocalShards:
         asked = [g for g, part in enumerate(self.parts) if part.slots]
         self._asked = [g for g in asked if not self.parts[g].is_replica], asked
         # whether a batch may want more rows on some rank than have slots there; all ranks know
-        self.may_lack_slots = _may_lack_slots(routes)
+        self.may_lack_slots = bool(groups_that_may_lack(routes))
+        # what spares ranks telling each other that a batch has them
+        reserves = not exchange.alone and reserved_numbers(routes) > 0
+        self.reservations = Reservations(routes, rank, local_tables.groups) if reserves else None
         # steps whose rows were brought ahead of their lookup, the oldest first, as long as somebody has them under way
         self._prefetched: list[ref[Step]] = []
 
@@ -215,6 +218,8 @@ class LocalShards:
         """Have all ranks raise once they have this one's rows; where they cannot be told, raise here."""
         if not self.may_lack_slots:
             raise error
+        if step.fits:
+            raise AssertionError(f"{error}; all ranks knew that this batch fits, and wait for its rows") from error
         kind = ValueError if isinstance(error, TooManyRows) else RuntimeError
         step.lack = step.lack or kind(f"{error}; no table of its collection changed")
 
@@ -376,15 +381,3 @@ class LocalShards:
                 group.release(lease)
             else:
                 group.release_unchanged(lease)
-
-
-def _may_lack_slots(routes: Routes) -> bool:
-    """Whether a table has fewer slots on some rank, at most, than rows."""
-    tables = {table.name: table for table in routes.tables}
-    for serving in routes.serving:
-        for part in serving.groups:
-            for shard in part.shards:
-                tier = tables[shard.table].options.tier
-                if tier is not None and slots_of(tier, shard, tables[shard.table])[1] < shard.rows[1] - shard.rows[0]:
-                    return True
-    return False

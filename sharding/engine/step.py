@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .id_map import Renewal
     from .route import Division, ReplicatedBatch, Sending
     from .routes import Routes
+    from .tiers import Reservation
     from .wire import Receiving
 
 # of a step: what has been done for it
@@ -79,6 +80,8 @@ class Step(_Referable):
     is_ahead: bool = False
     # sizes of the message to each rank, on their way; all that there is of a batch that is bad on this rank
     header: PendingHeader = field(init=False)
+    # what all ranks know of it, where tables may lack slots
+    reservation: Reservation | None = None
 
     # IDS_SENT: what each rank said of its message to this one
     batches: list[int] = field(init=False)  # [W] samples
@@ -122,6 +125,11 @@ class Step(_Referable):
     # that are trained by their gradient
     replicated_rows: dict[int, Tensor] | None = None
     dense_rows: dict[int, Tensor] | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether all ranks know that its rows find slots on every one."""
+        return self.reservation is not None and self.reservation.fits
 
     def is_stale(self, routes: Routes) -> bool:
         """Whether it left under another plan than that of `routes`."""

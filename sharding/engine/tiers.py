@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from operator import add
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.embeddings import BaseEmbeddingConfig, NoFreeSlots, TableShape
+from shardwise.embeddings import BaseEmbeddingConfig, NoFreeSlots, TableGroup, TableShape
 from shardwise.embeddings.tiers import (
     Backing,
     CachedRows,
@@ -32,7 +35,7 @@ from shardwise.kernels.rows.make_rows import make_rows
 from ...planner.layout import Shard, Tier
 from ..comms.exchange import Exchange
 from ..plan.caches import shared_folder
-from .routes import Table
+from .routes import Routes, Table
 from .stages import StagedModule, StepContext
 from .step import Step
 
@@ -224,6 +227,160 @@ def share_first_rows(store: CachedRows, number: int, exchange: Exchange) -> None
         rows = store.read(number, begin, end)[0].contiguous().to(store.residency.device)
         exchange.broadcast(rows)
         store.write(number, begin, [rows, *[None] * (len(store.layouts[number].widths) - 1)])
+
+
+def groups_that_may_lack(routes: Routes) -> list[tuple[int, int]]:
+    """Rank and number of each group that is asked for rows and has, at most, fewer slots than rows of some table."""
+    tables = {table.name: table for table in routes.tables}
+
+    def may_lack(shard: Shard) -> bool:
+        table, rows = tables[shard.table], shard.rows[1] - shard.rows[0]
+        return table.options.tier is not None and slots_of(table.options.tier, shard, table)[1] < rows
+
+    return [
+        (rank, g)
+        for rank, serving in enumerate(routes.serving)
+        for g, part in enumerate(serving.groups)
+        if part.slots and any(map(may_lack, part.shards))
+    ]
+
+
+def _reserved_groups(routes: Routes) -> list[tuple[int, int]]:
+    """Groups of which ranks tell each other the room that they have, rank after rank.
+
+    None where replicas may lack slots too: each rank looks its own batch up there besides.
+    """
+    groups = groups_that_may_lack(routes)
+    return [] if any(routes.serving[rank].groups[g].is_replica for rank, g in groups) else groups
+
+
+def reserved_numbers(routes: Routes) -> int:
+    """Numbers more in a header by which ranks know which batches fit."""
+    groups = _reserved_groups(routes)
+    return 1 + len(groups) + max(Counter(rank for rank, _ in groups).values()) if groups else 0
+
+
+@dataclass(eq=False)
+class Reservation:
+    """A batch under way, as all ranks know it.
+
+    Attributes:
+        number: which of its collection's batches it is, in the order in which they begin.
+        step: this rank's part, None once it is dropped or nobody has it.
+        wanted: ids of all ranks for each group that may lack slots, once they are known.
+        fits: whether they find slots for sure; it may be true no more before the lookup.
+        since: batches that had begun when that was last taken back; their headers say nothing of it.
+    """
+
+    among: Reservations
+    number: int
+    step: Callable[[], Step | None]
+    wanted: Sequence[int] | None = None
+    fits: bool = False
+    since: int = 0
+
+
+class Reservations:
+    """Which batches find slots for all their rows for sure, on every rank, so that none has to tell the others.
+
+    With the header of a batch each rank says how many ids it has for each group that may lack slots, of all ranks; and
+    for each such group of its own how many ids find room beside rows that are held for an update. So all ranks know
+    which of the batches under way fit beside each other, in the order in which they began. Rows that were brought ahead
+    count as ids do: they make room where a lookup needs it. A batch that is looked up before its turn takes slots that
+    others counted on, which are sure of them no more until a later header.
+
+    All ranks begin, receive and look up batches in one order, as each of these is a collective. When a batch is let go
+    depends on each rank alone, so headers say which is the first that this rank still has.
+    """
+
+    def __init__(self, routes: Routes, rank: int, groups: Sequence[TableGroup]) -> None:
+        self._groups, self._reserved = groups, _reserved_groups(routes)
+        self._own = [g for r, g in self._reserved if r == rank]
+        # numbers in front of a header: its first batch, room, ids
+        self.width = reserved_numbers(routes)
+        self._ids_at = self.width - len(self._reserved)
+        # where the room of each group stands: rank, and place in its header
+        counted = Counter[int]()
+        self._room_at: list[tuple[int, int]] = []
+        for r, _ in self._reserved:
+            counted[r] += 1
+            self._room_at.append((r, counted[r]))
+        self._begun = 0
+        # those that were not looked up, and by the number of a batch those among them when it began, up to itself
+        self._open: list[Reservation] = []
+        self._before: dict[int, list[Reservation]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # batches that are under way are none of a copy's
+        return {**self.__dict__, "_open": [], "_before": {}}
+
+    def _here(self) -> list[tuple[int, Step]]:
+        """Number and step of batches that this rank may look up."""
+        return [(one.number, step) for one in self._open if (step := one.step()) is not None]
+
+    def _room(self, g: int) -> int:
+        """Ids of batches under way for which group `g` has slots."""
+        store = self._groups[g].store
+        ahead = [step.leases[g][1] for _, step in self._here() if g in step.leases]
+        return store.room(ahead) if isinstance(store, CachedRows) else 0
+
+    def pack(self, step: Step, sizes: list[list[int]]) -> list[list[int]]:
+        """What the header of a batch that begins tells each rank, with `sizes`."""
+        rooms = [self._room(g) for g in self._own]
+        first = min((number for number, _ in self._here()), default=self._begun + 1)
+        ids = [step.ids_to_groups[r][g] for r, g in self._reserved]
+        front = [first, *rooms, *[0] * (self._ids_at - 1 - len(rooms)), *ids]
+        return [[*front, *row] for row in sizes]
+
+    def begin(self, step: Step) -> None:
+        """A batch whose header has left, also one that is bad on this rank."""
+        self._begun += 1
+        step.reservation = Reservation(self, self._begun, ref(step))
+        self._open.append(step.reservation)
+        self._before[self._begun] = [*self._open]
+
+    def receive(self, step: Step) -> list[list[int]]:
+        """The sizes that all ranks sent with the header of a batch: [W]. Raises as `PendingHeader.receive`."""
+        assert step.reservation is not None
+        number = step.reservation.number
+        before = self._before.pop(number, [])
+        try:
+            rows = step.header.receive()
+        except BaseException:
+            # no rank looks it up
+            step.reservation.wanted = [0] * len(self._reserved)
+            self._open = [one for one in self._open if one is not step.reservation]
+            raise
+        step.reservation.wanted = [
+            sum(ids) for ids in zip(*(row[self._ids_at : self.width] for row in rows), strict=True)
+        ]
+        first, rooms = min(row[0] for row in rows), [rows[rank][place] for rank, place in self._room_at]
+        self._open = [one for one in self._open if one.number >= first]
+        self._before = {of: batches for of, batches in self._before.items() if of >= first}
+        total = [0] * len(rooms)
+        for one in before:
+            if one.number < first:
+                continue
+            if one.wanted is None:
+                # nobody knows yet what it takes from those after it
+                break
+            total = list(map(add, total, one.wanted))
+            fits = all(not ids or taken <= room for ids, taken, room in zip(one.wanted, total, rooms, strict=True))
+            one.fits = one.fits or (fits and number > one.since)
+        return [row[self.width :] for row in rows]
+
+    def look_up(self, step: Step) -> None:
+        """A batch that is looked up now."""
+        assert step.reservation is not None
+        self._open = [one for one in self._open if one is not step.reservation]
+        for one in self._open:
+            if one.number < step.reservation.number:
+                one.fits, one.since = False, self._begun
+
+    def leave(self, step: Step) -> None:
+        """A batch that this rank will not look up."""
+        assert step.reservation is not None
+        step.reservation.step = lambda: None
 
 
 class TieredTables(StagedModule[Step]):

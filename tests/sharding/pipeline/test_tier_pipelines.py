@@ -10,9 +10,11 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from model_zoo import (
     ROWS,
     Batch,
@@ -41,7 +43,9 @@ from shardwise import (
 )
 from shardwise.embeddings.tiers import CachedRows, CacheSetting, TraceCurves, simulate
 from shardwise.planner.layout import Tier
-from shardwise.sharding import table_wise
+from shardwise.sharding import row_wise, table_wise
+from shardwise.sharding.engine.collection import ShardedCollection
+from shardwise.sharding.engine.step import LOOKED_UP
 from shardwise.sharding.pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:table .* is replicated")]
@@ -180,7 +184,7 @@ def moved(ahead: int, prefetch: int, slots: int, policy: str) -> tuple[Any, Any,
 
 
 class OneTable(nn.Module):
-    """A pooled table and nothing else."""
+    """Pooled tables and nothing else."""
 
     def __init__(self, pooled: EmbeddingBagCollection) -> None:
         super().__init__()
@@ -202,3 +206,45 @@ def test_what_moves_is_what_the_simulation_says(ahead: int, prefetch: int, slots
         assert found[1] == belady
     else:
         assert found[1] < belady
+
+
+def fitting(kind: str, settings: dict[str, int]) -> list[bool]:
+    """Of each batch of a pipeline whether ranks knew that it fits; three have room beside each other, not more."""
+    tables = fused(EmbeddingBagCollection(bag_tables({"f0": 2000, "f1": 4000})), RowWiseAdagrad)
+    cuts = {"tf0": table_wise(rank=0), "tf1": row_wise()}
+    plan = construct_module_sharding_plan(tables, cuts, local_size=2, world_size=2, device_type="cpu")
+    for each in plan.values():
+        each.tier = Tier(0.2)
+    model: Any = DistributedModelParallel(OneTable(tables), plan=ShardingPlan({"pooled": plan}))
+    rank, batches, found = dist.get_rank(), list[KeyedJaggedTensor](), list[bool]()
+    for n in range(24):
+        ids = (torch.arange(40) * 50 + 2 * n + rank) % 2000
+        batches.append(KeyedJaggedTensor(["f0", "f1"], torch.cat([ids, 2 * ids]), lengths=torch.full((20,), 4)))
+    look_up = ShardedCollection.look_up
+
+    def watched(self: Any, step: Any, **more: Any) -> None:
+        found.extend([step.fits] * (step.phase < LOOKED_UP))
+        look_up(self, step, **more)
+
+    with patch.object(ShardedCollection, "look_up", watched):
+        if kind == "plain":
+            for batch in batches:
+                model(batch)[0].backward()
+            return found
+        made: Any = {"sparse_dist": TrainPipelineSparseDist, "prefetch": PrefetchTrainPipelineSparseDist}[kind]
+        drain(made(model, torch.optim.SGD([torch.zeros(1)]), CPU, **settings).progress, iter(batches))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("plain", {}), ("sparse_dist", {}), ("prefetch", {}), ("prefetch", {"ahead": 8, "prefetch": 2})],
+)
+def test_ranks_know_that_each_batch_of_a_pipeline_fits(kind: str, settings: dict[str, int]) -> None:
+    """However many are known ahead: those that are looked up next need room beside each other.
+
+    But the last of many: as no batch begins any more, ranks tell each other of no room that there is by then.
+    """
+    last = settings.get("ahead", 0)
+    for found in run_ranks(2, fitting, kind, settings):
+        assert len(found) == 24 and all(found[: 24 - last - 1]) and found[-1] is (not last)

@@ -13,6 +13,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from ranks import run_ranks
+from sharding_mixes import environment
 
 from shardwise import (
     EmbeddingBagCollection,
@@ -32,8 +34,11 @@ from shardwise.kernels import Feature, pack_features
 from shardwise.kernels._op import HAS_TRITON, INTERPRETED
 from shardwise.kernels.rows import Lookups
 from shardwise.perf.counts.launches import CUDA, Counted, use_fake_cuda
+from shardwise.planner import layout
+from shardwise.planner.layout import TableOptions
 from shardwise.sharding import table_wise
 from shardwise.sharding.engine import tables as sharded
+from shardwise.sharding.modules.sharded_collections import ShardedEmbeddingBagCollection
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs triton, not its interpreter")
 TABLES, ROWS = 3, 1000
@@ -69,7 +74,7 @@ def gpu(counts: Counted) -> Iterator[None]:
         use_fake_cuda(counts),
         patch.object(torch.cuda, "current_stream", lambda device=None: stream),
         patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
-        patch.object(torch.Tensor, "is_pinned", lambda tensor: True),
+        patch.object(torch.Tensor, "is_pinned", lambda tensor: not tensor.is_cuda),
         patch.object(backing, "_pin", lambda records: None),
     ):
         yield
@@ -122,6 +127,43 @@ def test_rows_that_are_made_when_they_are_needed_wait_for_nothing() -> None:
     # which of the rows that come have no record, and the rows of each table
     made = Counter({"make_rows": TABLES, "torch where": 1, "torch fill_": 1})
     assert cached - resident == OF_BATCH + made
+
+
+def waits_of_rank() -> list[Counter[str]]:
+    """Of a step over two ranks: without a tier, with room for sure, and where a batch might find none."""
+    found = []
+    for tier in (None, Tier(300), Tier(60)):
+        with gpu(counts := Counted()):
+            tables = [EmbeddingBagConfig(ROWS, 8, f"t{n}", feature_names=[f"f{n}"]) for n in range(TABLES)]
+            module: Any = EmbeddingBagCollection(tables, device=CUDA)
+            apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": 0.1})
+            shards = [
+                *layout.table_wise("t0", ROWS, 8, 0), *layout.table_wise("t1", ROWS, 8, 1),
+                *layout.row_wise("t2", ROWS, 8, range(2)),
+            ]  # fmt: skip
+            module = ShardedEmbeddingBagCollection(
+                module, shards, environment(), CUDA, default_optimizer=(torch.optim.SGD, {"lr": 0.01}),
+                options={table.name: TableOptions(tier=tier) for table in tables},
+            )  # fmt: skip
+            for number in range(3):
+                ids = torch.arange(60) * 7 % 20 + 90 * number
+                keys = [f"f{n}" for n in range(TABLES)]
+                batch = KeyedJaggedTensor(keys, ids.to(CUDA), offsets=(torch.arange(31) * 2).to(CUDA))
+                counts.clear()
+                module(batch).values().sum().backward()
+            found.append(Counter(counts.syncs))
+            del module
+    return found
+
+
+@pytest.mark.ranks
+def test_a_step_over_several_ranks_waits_for_nothing_more_than_one_of_resident_tables() -> None:
+    """It waited for what comes from other ranks: each told all in every step that it had slots for the batch."""
+    for resident, cached, unsure in run_ranks(2, waits_of_rank):
+        assert resident and cached == resident
+        # what is counted, and what ranks tell each other then
+        more = unsure - resident
+        assert all(any(place in where for where in more) for place in ("count_wanted", "comms/exchange.py read")), more
 
 
 @pytest.mark.parametrize("policy", [lru, lfu, AgedLfu(9)])
