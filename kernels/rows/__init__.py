@@ -1,5 +1,6 @@
 """Where rows lie that do not all fit the device: moves between slots and records, victims, first values, recency."""
 
+from .first_rows import make_rows
 from .move_rows import layout_of
 from .on_device import Marks, announced_rows, count_wanted, find_wanted, want
 from .residency import (
@@ -51,6 +52,7 @@ __all__ = [
     "key_of",
     "layout_of",
     "link",
+    "make_rows",
     "place",
     "release",
     "take",

@@ -10,19 +10,19 @@ from ...kernels import hashes, pieces
 from ...kernels.jagged import requests
 from ...kernels.lookup import bound_ids, pruned
 from ...kernels.quantized import fp8_rows, fused_rows, small_floats
-from ...kernels.rows import initial_rows, lowest, make_rows, move_rows, slots, wanted
+from ...kernels.rows import first_rows, initial_rows, lowest, move_rows, slots, wanted
 from ..selftest.rows_checks import ROWS
 from ..selftest.served_checks import SERVED, Served
 
 # kernel files whose launches are noted
 MODULES: tuple[ModuleType, ...] = (
     bound_ids,
+    first_rows,
     fp8_rows,
     fused_rows,
     hashes,
     initial_rows,
     lowest,
-    make_rows,
     move_rows,
     pieces,
     pruned,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import Feature, pack_features
-from shardwise.kernels.rows import AGED_LFU, LFU, LRU, initial_rows, lowest, make_rows, move_rows, slots, wanted
+from shardwise.kernels.rows import AGED_LFU, LFU, LRU, first_rows, initial_rows, lowest, move_rows, slots, wanted
 
 from .check import Check, check, random
 from .served_checks import Served
@@ -287,8 +287,8 @@ def _table() -> Iterator[Served]:
         ("uniform", "D=1 fp32"),
     ):  # fmt: skip
         yield Served(
-            "make_rows", f"{kind} {words}", make_rows.make_rows_ref, partial(made, kind, PARTS[words]),
-            "rows.make_rows.make_rows", writes=(0,),
+            "make_rows", f"{kind} {words}", first_rows.make_rows_ref, partial(made, kind, PARTS[words]),
+            "rows.first_rows.make_rows", writes=(0,),
         )  # fmt: skip
     yield from _caches()
 

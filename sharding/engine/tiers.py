@@ -30,7 +30,7 @@ from shardwise.embeddings.tiers import (
     policy_named,
 )
 from shardwise.kernels import initial_rows
-from shardwise.kernels.rows.make_rows import make_rows
+from shardwise.kernels.rows import make_rows
 
 from ...planner.layout import Shard, Tier
 from ..comms.exchange import Exchange
