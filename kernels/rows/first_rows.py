@@ -20,7 +20,7 @@ from ..persistent_grid import PERSISTENT_PROGRAMS, persistent_programs
 from .initial_rows import REST_BITS, first_values, initial_rows, scale_of, table_on
 
 # rows of a tile, and columns of one at most
-_ROWS, _COLUMNS = (4, 32) if INTERPRETED else (16, 128)
+_ROWS, _COLUMNS = (4, 32) if INTERPRETED else (8, 128)
 
 
 def make_rows_ref(

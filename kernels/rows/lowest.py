@@ -87,7 +87,7 @@ def _free_keys(keys, held, s, end):  # type: ignore[no-untyped-def]
     return tl.load(keys + s, mask=live, other=0), free
 
 
-@triton.jit(do_not_specialize=["T", "S"], do_not_specialize_on_alignment=["borders", "counts", "bins"])
+@triton.jit(do_not_specialize=["T", "S"], do_not_specialize_on_alignment=["borders", "counts"])
 def _count_digits_kernel(  # type: ignore[no-untyped-def]
     keys,
     held,
@@ -116,7 +116,8 @@ def _count_digits_kernel(  # type: ignore[no-untyped-def]
             lower = tl.zeros((BLOCK,), tl.int32)
             for at in range(begin, end, BLOCK):
                 key, free = _free_keys(keys, held, at + tl.arange(0, BLOCK), end)
-                lower += (free & ((key >> ABOVE) < prefix)).to(tl.int32)
+                if DIGIT == DIGITS - 1:
+                    lower += (free & ((key >> ABOVE) < prefix)).to(tl.int32)
                 if DIGIT > 0:
                     free = free & ((key >> ABOVE) == prefix)
                 digit = (key >> SHIFT) & ((1 << (ABOVE - SHIFT)) - 1)
@@ -124,14 +125,12 @@ def _count_digits_kernel(  # type: ignore[no-untyped-def]
             value = tl.arange(0, VALUES)
             tl.atomic_add(bins + (DIGIT * T + table) * VALUES + value, total, mask=total > 0)
             if DIGIT == DIGITS - 1:
-                # how many keys of the chunk are lower than the one that ends in each digit
+                # how many keys of the chunk are lower than the one that ends in each digit, and in none
                 before = tl.sum(lower, 0) + tl.cumsum(total, 0) - total
                 tl.store(below + tl.program_id(0).to(tl.int64) * VALUES + value, before)
 
 
-@triton.jit(
-    do_not_specialize=["T", "S", "capacity"], do_not_specialize_on_alignment=["borders", "counts", "bins", "picked"]
-)
+@triton.jit(do_not_specialize=["T", "S", "capacity"], do_not_specialize_on_alignment=["borders", "counts", "picked"])
 def _pick_kernel(  # type: ignore[no-untyped-def]
     keys,
     held,

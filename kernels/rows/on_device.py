@@ -60,9 +60,10 @@ class Marks:
 
 
 def _counters(tables: int, chunks: int, device: torch.device) -> Counters:
-    sizes = 4 * tables, chunks, bin_count(tables) // 2
+    # bins first: they are read 16 bytes at a time
+    sizes = [bin_count(tables) // 2, 4 * tables, chunks]
     whole = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-    counts, tallies, bins = torch.split(whole, list(sizes))
+    bins, counts, tallies = torch.split(whole, sizes)
     return Counters(counts.view(4, tables), tallies, bins.view(torch.int32), whole)
 
 

@@ -95,6 +95,8 @@ REGISTERS = {
     # of AMD's; NVIDIA's compiler is told to keep to 64, of which 1024 threads are a multiprocessor's all
     r"chunk_alone ": 80,
     r"softmax |softmax_gradient |vector_product |by_rows |by_vectors ": 96,
+    # keys, counts of their values, and those of lower ones, in flight together
+    r"count_digits ": 96,
     r"unary_chunk |quantize_rows ": 96,
     # a row twice, or hashes in 64 bits; six programs of four warps are on a multiprocessor then
     r"share_exponents |to_fp8_parts |to_fused_rows |from_fused_rows |from_fused_tables ": 96,

@@ -43,7 +43,7 @@ _OTHERS = (
     r"|.* (blocks|batches|i32 i64|i64 i32|i32 ids|i32 offsets|300 buckets|\d+ samples|\d times|small|broadcast|bool)\b"
     r"|.* fp32 scales(?! behind| in front)|.* \(\d+\) float16|.* boxes of (1|4|5|100) |.* (3|20) tables "
     r"|(claim|mark)_rows .*(several|window|no policy|alone)|take_slots policy [0-2]|.* did not"
-    r"|move_rows (of|.*adam|.*bf16)"
+    r"|move_rows (of|.*adam|.*bf16)|make_rows .*(bf16|rowwise)"
 )
 _DIMS = r".*\bD=(128\b|3 fp32)|fp8_part_ends .*\bD=1023|(?!.*\bD=)"  # README.md says so
 _SPILLS_ON_TURING = r"(dense|jagged)_bmm .* (fp16|bf16)"

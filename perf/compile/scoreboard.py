@@ -40,6 +40,8 @@ _COPIES = ("MOV", "IMAD.MOV", "UMOV", "ULDC", "LDC", "LDCU", "R2UR")
 # what an address is made of: ("c", place of an argument), ("l", number of a load), ("turn", how often a counter was
 # stepped), (operation, numbers, of what)
 Terms = frozenset[tuple[object, ...]]
+# terms of one value at most: what is made of more has a term for each load, argument and counter in it
+_TERMS = 256
 Register = tuple[str, int]
 
 
@@ -250,7 +252,7 @@ def _issue(
     """Note when what the instruction writes is there, and what it is made of."""
     if not instruction.address:
         cycles = next((n for op, n in _CYCLES.items() if instruction.op.startswith(op)), _USUAL)
-        machine.terms.update(dict.fromkeys(instruction.writes, _made(instruction, machine.terms)))
+        machine.terms.update(dict.fromkeys(instruction.writes, _made(instruction, machine)))
         for register in instruction.writes:
             machine.ready[register] = machine.time + cycles
             machine.loaded.pop(register, None)
@@ -286,8 +288,9 @@ def _line(instruction: Instruction, terms: Terms, machine: _Machine, lines: list
     return lines[-1]
 
 
-def _made(instruction: Instruction, terms: dict[Register, Terms]) -> Terms:
+def _made(instruction: Instruction, machine: _Machine) -> Terms:
     """The terms that the result of an instruction is made of."""
+    terms = machine.terms
     of: set[tuple[object, ...]] = set()
     numbers = []
     for part in instruction.made_of:
@@ -300,6 +303,9 @@ def _made(instruction: Instruction, terms: dict[Register, Terms]) -> Terms:
     if numbers and not instruction.op.startswith(_COPIES):
         op = ".".join(instruction.op.split(".")[:2])
         of = {term if term[0] == "turn" else (op, tuple(numbers), term) for term in of}
+    if len(of) > _TERMS:
+        # each step of a hash doubles them
+        of = {(instruction.text, (machine.time,), leaf) for leaf in _leaves(frozenset(of))}
     return frozenset(of)
 
 

@@ -236,7 +236,7 @@ def _caches() -> Iterator[Served]:
         )  # fmt: skip
     for spare in (3, 5000):
         yield Served(
-            "place_rows", f"several tables beside {spare} numbers", slots.place_rows_ref,
+            "place_rows", f"several tables clearing {spare}", slots.place_rows_ref,
             partial(_of_cache, *several, "place", spare), "rows.slots.place_rows", writes=(0, 4),
         )  # fmt: skip
     for changed in (False, True):

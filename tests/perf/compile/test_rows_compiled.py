@@ -16,7 +16,7 @@ pytestmark = pytest.mark.compiled
 # what a device does for a batch of a cache
 BATCHES = (
     "claim_rows aged LFU", "mark_rows several tables", "list_rows several tables room for 70 more",
-    "take_slots policy 3", "place_rows several tables beside 3 numbers", "release_slots rows that changed",
+    "take_slots policy 3", "place_rows several tables clearing 3", "release_slots rows that changed",
     "link_rows a window", "expect_rows a window",
 )  # fmt: skip
 MATRIX = [

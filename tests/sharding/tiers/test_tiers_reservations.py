@@ -22,9 +22,7 @@ from ranks import error_of, run_ranks
 from sharding_steps import with_tier
 from torch import Tensor
 
-from shardwise import (
-    KeyedJaggedTensor,
-)
+from shardwise import KeyedJaggedTensor
 from shardwise.planner.layout import TableOptions, Tier
 from shardwise.sharding.comms.exchange import Exchange
 from shardwise.sharding.engine.collection import ShardedCollection
