@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeGuard
 from unittest.mock import Mock, call
 
 import pytest
@@ -160,11 +161,15 @@ def test_pinned_records_are_locked_in_place_and_unlocked(monkeypatch: pytest.Mon
     ]  # fmt: skip
 
 
+def is_here(backing: Backing) -> TypeGuard[HostRecords]:
+    return isinstance(backing, HostRecords)
+
+
 def test_records_of_several_tables_share_a_memory_until_the_last_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Mock(cudaHostRegister=Mock(return_value=0), cudaHostUnregister=Mock(return_value=0))
     monkeypatch.setattr(backings, "_runtime", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    one, two, three = backings.side_by_side(HostRecords, [3, 5, 4], BYTES)
+    one, two, three = [part for part in backings.side_by_side(HostRecords, [3, 5, 4], BYTES) if is_here(part)]
     assert two.follows(one) and three.follows(two) and not three.follows(one) and not one.follows(two)
     first = one.records.data_ptr()
     assert [two.records.data_ptr(), three.records.data_ptr()] == [first + 3 * BYTES, first + 8 * BYTES]
@@ -195,8 +200,8 @@ def test_backings_of_others_are_made_one_by_one() -> None:
         made.append((rows, record_bytes))
         return HostRecords(rows, record_bytes)
 
-    one, two = backings.side_by_side(below, [3, 5], BYTES)
-    assert made == [(3, BYTES), (5, BYTES)] and isinstance(two, HostRecords) and not two.follows(one)
+    one, two = [part for part in backings.side_by_side(below, [3, 5], BYTES) if is_here(part)]
+    assert made == [(3, BYTES), (5, BYTES)] and not two.follows(one)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
