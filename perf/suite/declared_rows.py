@@ -40,6 +40,12 @@ def initial_rows_bytes(rows: Tensor, out: Tensor, *, sector: int = 1) -> Traffic
     return Traffic({"I": rows.nbytes}, {"Y": out.shape[0] * _in_sectors(row, sector, row)})
 
 
+def make_rows_bytes(parts: Sequence[Tensor], count: int, fresh: int) -> Traffic:
+    """Of `make_rows`: numbers of all rows that come, whether each is fresh, and the parts of those that are."""
+    row = sum(part[0].numel() * part.itemsize for part in parts)
+    return Traffic({"I": 17 * count}, {"Y": fresh * row})
+
+
 def cache_batch_bytes(ids: Tensor, rows: int, slots: int, hits: int, missing: int) -> Traffic:
     """Of a batch of a cache of so many rows and slots whose device decides (`want`), and its release: what each id
     reads and writes, what each slot does that is held or taken, marks of all rows once, keys and holders once.

@@ -9,14 +9,21 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import Feature, initial_rows, lowest, move_rows, pack_features
-from shardwise.kernels.rows import LRU, Lookups, Marks, Scoring, SlotTables, want
+from shardwise.kernels.rows import LRU, Lookups, Marks, Scoring, SlotTables, make_rows, want
+from shardwise.kernels.rows.first_rows import make_rows_ref
 from shardwise.kernels.rows.initial_rows import initial_rows_ref
 from shardwise.kernels.rows.lowest import lowest_ref
 from shardwise.kernels.rows.move_rows import layout_of, move_rows_ref
 from shardwise.kernels.rows.slots import release_slots
 from shardwise.perf.suite.case import Call, Case, Ready, Setting
 from shardwise.perf.suite.cases.lookup import CUDA, EVERY, INPUTS
-from shardwise.perf.suite.declared_rows import cache_batch_bytes, initial_rows_bytes, lowest_bytes, move_rows_bytes
+from shardwise.perf.suite.declared_rows import (
+    cache_batch_bytes,
+    initial_rows_bytes,
+    lowest_bytes,
+    make_rows_bytes,
+    move_rows_bytes,
+)
 from shardwise.perf.suite.peers import peer_calls
 
 DIM = 128
@@ -135,6 +142,38 @@ def _initial(setting: Setting, kind: str) -> Ready:
     )  # fmt: skip
 
 
+def _made(setting: Setting) -> Ready:
+    """Rows of two halves of which one is fresh, made in their slots beside rowwise Adagrad's state."""
+    slots, _, count = MOVED[_size(setting)]
+    generator = torch.Generator().manual_seed(0)
+
+    def make(by: Callable[..., None], parts: Sequence[Tensor], *numbers: Tensor) -> None:
+        by(parts, *numbers, 0, 0, 7, 0, "uniform", -0.1, 0.1, [0.5])
+
+    def drawn(count: int, slots: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        parts = [torch.zeros(slots, DIM, device=setting.device), torch.zeros(slots, device=setting.device)]
+        rows = torch.randint(0, 2**40, (count,), generator=generator)
+        places = torch.randperm(slots, generator=generator)[:count]
+        return parts, places.to(setting.device), rows.to(setting.device), (rows % 2 == 0).to(setting.device)
+
+    inputs = [drawn(count, slots) for _ in range(INPUTS)]
+
+    def check() -> None:
+        parts, *numbers = drawn(9, 40)
+        expected = [part.cpu().clone() for part in parts]
+        make(make_rows, parts, *numbers)
+        make(make_rows_ref, expected, *(some.cpu() for some in numbers))
+        assert all(torch.equal(part.cpu(), other) for part, other in zip(parts, expected, strict=True)), "other rows"
+
+    fresh = int(inputs[0][3].sum())
+    traffic = make_rows_bytes(inputs[0][0], count, fresh)
+    return _ready(
+        setting, [partial(make, make_rows, *given) for given in inputs],
+        lambda: [partial(make, make_rows_ref, *given) for given in inputs], check, traffic.bytes_moved,
+        "rows' numbers, and those that are fresh once", {"rows": count, "fresh": fresh}, graph=False,
+    )  # fmt: skip
+
+
 # rows, slots and ids of a batch
 CACHE = {"small": (400, 90, 60), "cpu": (1_000_000, 200_000, 40_000), "cuda": (100_000_000, 10_000_000, 1_000_000)}
 
@@ -203,5 +242,6 @@ CASES: Sequence[Case] = (
     ),
     *(Case(f"lowest, {keys}", "rows", partial(_lowest, keys=keys), EVERY) for keys in ("ages", "counts")),
     *(Case(f"initial_rows, {kind}", "rows", partial(_initial, kind=kind), EVERY) for kind in ("uniform", "normal")),
+    Case("make_rows, half of them fresh", "rows", _made, CUDA),
     Case("a batch of a cache", "rows", _batch, CUDA),
 )  # fmt: skip
