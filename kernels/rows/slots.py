@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._op import next_power_of_2, register, runs_kernel, tl, triton
-from ..features import feature_of_position, segment_of_position
+from ..features import bag_of_position, batch_size, feature_of_position, segment_of_position
 from .residency_numbers import BELOW, EMPTY_KEYS, FRESH, LFU, LRU, NEXT_USES, SCORES
 from .wanted import _BLOCK, _TABLES, _WARPS, key_of_score, scored, scores_ref
 
@@ -161,9 +161,7 @@ def place_rows_ref(places: Tensor, offsets: Tensor, first_slots: Tensor, slot_of
     """By the feature of each."""
     spare.zero_()
     count = first_slots.shape[0]
-    samples = (offsets.shape[0] - 1) // max(count, 1)
-    ends = offsets[samples::samples].contiguous() if samples else offsets[:0]
-    feature = torch.bucketize(torch.arange(places.shape[0], device=places.device), ends, right=True)
+    feature = bag_of_position(offsets, places.shape[0]) // max(batch_size(offsets, count), 1)
     came = slot_of[(-2 - places).clamp(min=0)].long() - first_slots[feature.clamp(max=count - 1)]
     places.copy_(torch.where(places <= -2, came, places))
 
