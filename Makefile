@@ -66,15 +66,22 @@ test: phases  ## what a contributor waits for, a quarter of an hour on 2 cores: 
 test-all: TIER := all
 test-all: phases  ## everything but gpu and long, half an hour in .ci/run, which runs it
 
+# .ci/run sets RETRY: of some 18,000 tests on a machine of others, what failed runs once more by itself, and fails twice if
+# the code is wrong. Both runs are printed.
+RETRY ?=
+AGAIN = || { test $$? = 1 && echo "what failed, once more by itself:" && \
+    $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3 --tier $(TIER)
+phase = $(TESTS) --tier $(TIER) $(1) $(if $(RETRY),$(AGAIN) $(1); })
+
 phases: .venv/.installed
 	@echo "tests 1/4: torch path"
-	@$(TESTS) --tier $(TIER)
+	@$(call phase)
 	@echo "tests 2/4: Triton kernels in the interpreter"
-	@TRITON_INTERPRET=1 $(TESTS) --tier $(TIER) -m interpreted
+	@export TRITON_INTERPRET=1; $(call phase,-m interpreted)
 	@echo "tests 3/4: Triton kernels compiled for GPUs that need not be present"
-	@$(TESTS) --tier $(TIER) -m compiled
+	@$(call phase,-m compiled)
 	@echo "tests 4/4: compiled kernels executed, without a GPU"
-	@$(TESTS) --tier $(TIER) -m executed
+	@$(call phase,-m executed)
 
 test-long: .venv/.installed  ## the rest: what is marked long, for example 1,000 problems of the planner against all assignments
 	@$(TESTS) -m long

@@ -9,6 +9,7 @@ import socket
 import time
 import unittest
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,19 +17,41 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
+# above those of well-known services, below Linux's net.ipv4.ip_local_port_range
+_PORTS = (20000, 32000)
 _SANITIZED = "Skipping test run since we are in ASAN mode."
 
 
 def get_free_port() -> int:
-    """A TCP port of this host that nobody listens on now; another process may take it before it is used."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this host that nobody listens on now; another process may take it before it is used.
+
+    It lies below the ports that Linux gives to connections: one of those may be taken again by whatever connects within
+    the seconds that a rank needs to start.
+
+    Raises:
+        OSError: a hundred ports drawn at random are all taken.
+    """
+    draw = random.SystemRandom()
+    for _ in range(100):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", draw.randrange(*_PORTS)))
+            return int(probe.getsockname()[1])
+    raise OSError(f"no free port of this host was found between {_PORTS[0]} and {_PORTS[1]}")
+
+
+def serve_store() -> TCPStore:
+    """A store in which ranks meet that this process starts; it outlives them, and listens before its port is told.
+
+    The ranks need torchrun's variables, MASTER_PORT of `store.port`, and TORCHELASTIC_USE_AGENT_STORE=True: otherwise
+    rank 0 makes a store of its own, which ends with it while another rank may still ask.
+    """
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
 def is_asan() -> bool:

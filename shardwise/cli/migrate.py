@@ -132,13 +132,16 @@ def _read(paths: Sequence[Path], write: bool) -> Report:
 
 def _try(program: Path, arguments: str, timeout_s: float) -> Trial:
     from ..migration.trial import try_program
+    from ..sharding.testing.environment import serve_store
 
     try:
         words = shlex.split(arguments)
     except ValueError as error:
         raise click.BadParameter(f"{arguments!r} is no command line: {error}", param_hint="'--arguments'") from None
+    # it ends with its last reference
+    store = serve_store()
     with waiting("running the program on two ranks"):
-        return try_program(program, words, timeout_s)
+        return try_program(program, words, timeout_s, store.port)
 
 
 def _print_trial(trial: Trial) -> None:

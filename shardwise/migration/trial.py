@@ -1,7 +1,7 @@
 """A program of TorchRec's tried on two processes: whether it ends, where it stops, and which names it took.
 
-Each process is a rank as torchrun starts them, on the CPU, under `python -m shardwise.torchrec`; what a rank took from
-TorchRec it writes into a file when it ends.
+Each process is a rank as torchrun starts them, on the CPU, under `python -m shardwise.torchrec`. The ranks meet in a
+store that outlives them; what a rank took from TorchRec it writes into a file when it ends.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -57,13 +56,15 @@ class Trial:
         return all(ending.status == 0 for ending in self.endings)
 
 
-def try_program(program: Path, arguments: Sequence[str], timeout_s: float) -> Trial:
-    """Run `program arguments` on two ranks and say what came of it; ranks that run longer are stopped."""
+def try_program(program: Path, arguments: Sequence[str], timeout_s: float, port: int) -> Trial:
+    """Run `program arguments` on two ranks and say what came of it; ranks that run longer are stopped.
+
+    `port` is that of a store of this host in which the ranks meet.
+    """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder) / str(rank) for rank in range(RANKS)]
         outputs = [place.with_suffix(".err") for place in places]
-        port = _free_port()
         processes = [
             _start(program, arguments, rank, port, place, output)
             for rank, (place, output) in enumerate(zip(places, outputs, strict=True))
@@ -90,7 +91,8 @@ def _start(
     env = {
         **os.environ,
         **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)},
-        **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        **{"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
         NAMES_FILE: str(names),
     }
     env.setdefault("OMP_NUM_THREADS", "1")
@@ -132,10 +134,3 @@ def _error_in(text: str, program: Path) -> tuple[str, str]:
             error = line.strip()
             break
     return place, error
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
 import tempfile
 from multiprocessing.connection import wait
@@ -18,15 +17,15 @@ import torch
 from checkout import ROOT, without_gloo
 from ranks import context, count, start_fork_server
 
+from shardwise.sharding.testing.environment import get_free_port
+
 SECONDS = 300.0
 
 
 def run_script(script: str, *argv: str, ranks: int = 1) -> str:
     """What all ranks of a script of this checkout print; each must end well and without a warning."""
     start_fork_server()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = get_free_port()
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         out.touch()

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,8 @@ from browser import needs_browser, overflows, screenshot
 from checkout import ROOT
 from ranks import run_ranks
 from test_example_dlrm import example, train
+
+from shardwise.sharding.testing.environment import get_free_port
 
 SMALL = ("--epochs", "2", "--steps", "24", "--batch-size", "256", "--dim", "8", "--log-every", "4")
 
@@ -98,9 +99,7 @@ def test_what_to_try_next_works_as_it_is_pasted(shown: tuple[dict[str, Any], Pat
         done = subprocess.run(shlex.split(command), cwd=ROOT, env=environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert "6 tables on 8 ranks" in (folder / "demo_plan.html").read_text()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = get_free_port()
     server = subprocess.Popen([*shlex.split(serve), "--port", str(port)], cwd=ROOT, env=environment())
     try:
         answer = asked(ask, port)

@@ -37,11 +37,11 @@ dist.barrier()
 def test_a_program_that_ends_well_is_reported_with_the_names_it_took(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(GOOD)
-    done = run_python(
-        "-m", "shardwise", "migrate", program, "--run", "--arguments", "--epochs '2 a'", "--json", folder=tmp_path
-    )
+    arguments = ["--run", "--arguments", "--epochs '2 a'", "--json"]
+    done = run_python("-m", "shardwise", "migrate", program, *arguments, folder=tmp_path, status=None)
     trial = json.loads(done.stdout)["run"]
-    assert [(ending["rank"], ending["status"]) for ending in trial["endings"]] == [(0, 0), (1, 0)]
+    assert [(ending["rank"], ending["status"]) for ending in trial["endings"]] == [(0, 0), (1, 0)], done.stdout
+    assert done.returncode == 0
     taken = {entry["name"]: entry["status"] for entry in trial["findings"]}
     assert taken == {"torchrec.KeyedTensor": taken["torchrec.KeyedTensor"], "torchrec.optim.RowWiseAdagrad": "works"}
 

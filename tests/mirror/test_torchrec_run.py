@@ -5,12 +5,13 @@ Takes most of a minute: the programs start processes as users do, which import t
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 from checkout import ROOT, run_python, without_gloo
+
+from shardwise.sharding.testing.environment import get_free_port
 
 SCRIPT = """
 import sys
@@ -135,9 +136,7 @@ LARGE, SMALL = ["large_table_0", "large_table_1"], ["small_table_0", "small_tabl
 
 
 def run_tutorial(program: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = get_free_port()
     result = run_python(
         "-m", "shardwise.torchrec", PROGRAMS / f"{program}.py", *arguments,
         folder=folder, MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="",

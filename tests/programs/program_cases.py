@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from shardwise.sharding.testing.environment import get_free_port
 
 FOLDER = Path(__file__).resolve().parent
 GOLDEN = FOLDER.parent / "support" / "golden" / "programs.json"
@@ -64,9 +65,7 @@ def run_program(
     program: Program, command: Sequence[str], path: Sequence[str], rows: Path, out: Path
 ) -> dict[str, list[Any]]:
     """The losses that `command script arguments` prints, each rank a process with torchrun's environment."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = get_free_port()
     arguments = [argument.format(rows=rows, out=out) for argument in program.arguments]
     processes = []
     for rank in range(max(program.ranks, 1)):

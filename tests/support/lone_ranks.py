@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -23,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import context, count, start_fork_server, use_own_host
+
+from shardwise.sharding.testing.environment import get_free_port
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,7 @@ def start_lone_ranks(
 
     The ranks meet in a "file", or a "tcp" store that rank 0 keeps. Rank `stopped` is not waited for.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = get_free_port()
     start_fork_server()
     meet = f"tcp://127.0.0.1:{port}" if store == "tcp" else f"file://{_fresh_file()}"
     world = LoneWorld([], [], stopped, time.monotonic() + deadline)

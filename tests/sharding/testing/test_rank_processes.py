@@ -7,6 +7,7 @@ import random
 import time
 import unittest
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,20 @@ def test_a_free_port_can_be_listened_on() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", get_free_port()))
         server.listen()
+
+
+def test_a_free_port_is_none_that_a_connection_is_given_nor_one_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    lowest = int(given.read_text().split()[0]) if given.exists() else 32768
+    assert all(1024 < get_free_port() < lowest for _ in range(100))
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        taken = server.getsockname()[1]
+        monkeypatch.setattr(environment, "_PORTS", (taken, taken + 1))
+        with pytest.raises(OSError, match=f"no free port of this host was found between {taken} and {taken + 1}"):
+            get_free_port()
 
 
 def test_a_sanitizer_skips_what_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
