@@ -251,7 +251,7 @@ def _from_fused_tables(rows: Tensor, offsets: Tensor, columns: int, dtype: torch
         block_r = max(1, _TILE // block_d)
         _from_fused_tables_kernel[(triton.cdiv(rows.shape[0], block_r), triton.cdiv(columns, block_d))](
             rows.contiguous(), offsets.contiguous(), out, rows.shape[0], columns, tables, tables.bit_length() + 1,
-            block_r, block_d, **UNFUSED,
+            block_r, block_d, **launch_options(4, 96), **UNFUSED,
         )  # fmt: skip
     return out
 

@@ -98,6 +98,8 @@ REGISTERS = {
     # keys, counts of their values, and those of lower ones, in flight together
     r"count_digits ": 96,
     r"unary_chunk |quantize_rows ": 96,
+    # addresses in 64 bits, and of wide rows states beside sixteen hashes a thread: Triton 3.6 takes 80, 3.7 up to 64
+    r"take_masked |make_rows normal D=1023 ": 80,
     # a row twice, or hashes in 64 bits; six programs of four warps are on a multiprocessor then
     r"share_exponents |to_fp8_parts |to_fused_rows |from_fused_rows |from_fused_tables ": 96,
     r"hashed_rows |identity_slots ": 96,
