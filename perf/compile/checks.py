@@ -155,7 +155,9 @@ def promised(case: Case, target: str) -> Bounds:
     # minima of the checks; and what the compiler keeps books with in shared memory where sm_100 multiplies matrices
     known = "min" if case.kernel_name in CHECKS else r"^ATOMS\.(OR|AND)" if case.kernel_name in PRODUCTS else "$^"
     if case.kernel_name in (*COUNTS, *MARKS):
-        nvidia, amd = ("ADD(.64)?|MAX.S32|OR", "add|smax|or") if case.kernel_name in MARKS else ("ADD(.64)?", "add")
+        # a histogram's ones of a warp as one number, from Triton 3.9 on
+        added = "ADD(.64)?|POPC.INC.32"
+        nvidia, amd = (f"{added}|MAX.S32|OR", "add|smax|or") if case.kernel_name in MARKS else (added, "add")
         known = (
             rf"^(ATOMS|ATOMG\.E|RED\.E)\.({nvidia})(\.STRONG\.GPU)?$|^(buffer|ds|global)_(atomic_)?({amd})(_u32|_x2)?$"
         )
