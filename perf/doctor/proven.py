@@ -36,7 +36,7 @@ class Proven:
 PROVEN = Proven(
     whole=("sm_80", "sm_90", "sm_100", "gfx942"),
     part=("sm_75", "sm_86", "sm_89", "gfx950"),
-    compiled={"3.6.0": 58, "3.7.1": 93, "3.8.0": 56, "3.9.0": 58},
+    compiled={"3.6.0": 93, "3.7.1": 93, "3.8.0": 56, "3.9.0": 93},
     executed=861,
     target="sm_90",
     executed_by="3.7.1",
