@@ -7,7 +7,6 @@ import random
 import time
 import unittest
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,9 +139,8 @@ def test_a_free_port_can_be_listened_on() -> None:
 def test_a_free_port_is_none_that_a_connection_is_given_nor_one_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
-    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    lowest = int(given.read_text().split()[0]) if given.exists() else 32768
-    assert all(1024 < get_free_port() < lowest for _ in range(100))
+    # of Linux, unless somebody sets net.ipv4.ip_local_port_range
+    assert all(1024 < get_free_port() < 32768 for _ in range(100))
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         taken = server.getsockname()[1]
