@@ -69,9 +69,9 @@ test-all: phases  ## everything but gpu and long, half an hour in .ci/run, which
 # .ci/run sets RETRY: of some 18,000 tests on a machine of others, what failed runs once more by itself, and fails twice if
 # the code is wrong. Both runs are printed.
 RETRY ?=
-AGAIN = || { test $$? = 1 && echo "what failed, once more by itself:" && \
-    $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3 --tier $(TIER)
-phase = $(TESTS) --tier $(TIER) $(1) $(if $(RETRY),$(AGAIN) $(1); })
+again = test $$? = 1 && echo "what failed, once more by itself:" && \
+    $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3 --tier $(TIER) $(1)
+phase = $(TESTS) --tier $(TIER) $(1) $(if $(RETRY),|| { $(call again,$(1)); })
 
 phases: .venv/.installed
 	@echo "tests 1/4: torch path"
