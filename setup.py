@@ -23,7 +23,7 @@ LEFT_OUT = (
     *("perf/conftest.py", "perf/test_cases.py"),
 )
 
-# https://..., once the sources have a public address; docs/releasing.md
+# https://..., once the sources have a public address; docs/project/releasing.md
 REPOSITORY = ""
 
 

@@ -74,7 +74,7 @@ def train(model: Any, steps: int) -> float:
 
 def main() -> None:
     if importlib.util.find_spec("torchrec") is None:
-        print("torchrec is not installed: docs/beside_torchrec.md makes an environment that has it")
+        print("torchrec is not installed: docs/evidence/beside_torchrec.md makes an environment that has it")
         try:
             canary(nn.Linear(1, 1), tables=["item"])
         except ImportError as error:

@@ -1,7 +1,7 @@
 """A program written for FBGEMM: its ops by name, its tables trained in their backward and served in 8 bits.
 
 `import shardwise.fbgemm_gpu` stands for `import fbgemm_gpu`; under `python -m shardwise.torchrec` nothing changes.
-docs/fbgemm.md has every op. python examples/fbgemm_ops.py
+docs/reference/fbgemm.md has every op. python examples/fbgemm_ops.py
 """
 
 # pyright: reportMissingImports=false

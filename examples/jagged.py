@@ -1,6 +1,6 @@
 """Jagged batches by hand: made of lists, checked, taken apart, put together, and moved as a pipeline moves them.
 
-docs/jagged.md explains the types. python examples/jagged.py
+docs/concepts/jagged.md explains the types. python examples/jagged.py
 """
 
 from __future__ import annotations

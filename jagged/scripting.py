@@ -16,7 +16,7 @@ __all__ = ["EXPORT_ROUTE", "NotScriptable", "TorchScriptError", "Unscripted"]
 
 EXPORT_ROUTE = (
     "export it with torch.export, and compile it for C++ with torch._inductor.aoti_compile_and_package"
-    " (docs/export.md has both)"
+    " (docs/howto/export.md has both)"
 )
 _ALIAS = (
     "under `python -m shardwise.torchrec` and shardwise.torchrec.install() torch.jit.script and torch.jit.trace return"

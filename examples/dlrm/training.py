@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None, t
     terminal.say(model.plan if args.explain or planned is None else plan_in_short(planned))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
         terminal.say(
-            "restarted workers may hang: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/reliability.md says why)"
+            "restarted workers may hang: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/howto/reliability.md says why)"
         )
     with terminal.doing("loops of numba, which it compiles once a machine, in most of a minute"):
         loops = compile_loops(args, device)

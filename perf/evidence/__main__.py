@@ -19,14 +19,14 @@ from shardwise.perf.suite.options import FLAG, Options, parser_of
 
 # name -> module of this folder, and the document that keeps what is printed, below its mark
 KNOWN = {
-    "operations": ("compare_torchrec", "docs/beside_torchrec.md"),
-    "sharding": ("compare_sharding", "docs/beside_torchrec_sharding.md"),
-    "canary": ("canary.compare", "docs/canary.md"),
-    "entropy": ("clicks.entropy", "docs/beside_torchrec_entropy.md"),
-    "round_trips": ("clicks.round_trips", "docs/beside_torchrec_round_trips.md"),
-    "checkpoint": ("compare_checkpoint", "docs/checkpoints_convert.md"),
-    "quant": ("compare_quant", "docs/beside_fbgemm_quant.md"),
-    "parity": ("parity", "docs/parity.md"),
+    "operations": ("compare_torchrec", "docs/evidence/beside_torchrec.md"),
+    "sharding": ("compare_sharding", "docs/evidence/beside_torchrec_sharding.md"),
+    "canary": ("canary.compare", "docs/howto/canary.md"),
+    "entropy": ("clicks.entropy", "docs/evidence/beside_torchrec_entropy.md"),
+    "round_trips": ("clicks.round_trips", "docs/evidence/beside_torchrec_round_trips.md"),
+    "checkpoint": ("compare_checkpoint", "docs/howto/checkpoints_convert.md"),
+    "quant": ("compare_quant", "docs/evidence/beside_fbgemm_quant.md"),
+    "parity": ("parity", "docs/evidence/parity.md"),
     # writes the whole document by itself
     "planner_heldout": ("planner_heldout", ""),
     "pipeline_overlap": ("pipeline_overlap", ""),
@@ -41,10 +41,10 @@ KNOWN = {
     "planner": ("compare_planner", ""),
     "planner_plans": ("compare_planner_plans", ""),
     "same_bits": ("same_bits.compare", ""),
-    "fbgemm_ops": ("fbgemm.ops", "docs/beside_fbgemm_ops.md"),
-    "fbgemm_cost": ("fbgemm.cost", "docs/fbgemm.md"),
-    "fbgemm_inference": ("fbgemm.inference_tables", "docs/beside_fbgemm_inference.md"),
-    "fbgemm_tables": ("fbgemm.tables", "docs/beside_fbgemm_tables.md"),
+    "fbgemm_ops": ("fbgemm.ops", "docs/evidence/beside_fbgemm_ops.md"),
+    "fbgemm_cost": ("fbgemm.cost", "docs/reference/fbgemm.md"),
+    "fbgemm_inference": ("fbgemm.inference_tables", "docs/evidence/beside_fbgemm_inference.md"),
+    "fbgemm_tables": ("fbgemm.tables", "docs/evidence/beside_fbgemm_tables.md"),
 }
 
 
@@ -89,7 +89,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     try:
         report: Report = evidence.run(options)
     except ImportError as error:
-        print(f"evidence {name} needs a peer ({error}): docs/beside_torchrec.md tells how", file=sys.stderr)
+        print(f"evidence {name} needs a peer ({error}): docs/evidence/beside_torchrec.md tells how", file=sys.stderr)
         return 2
     print(report.text)
     if options.write and document:

@@ -2,7 +2,7 @@
 
 TorchRec trains and saves by torch.distributed.checkpoint; shardwise loads that under another plan, trains, saves, and
 what it saved goes back to TorchRec, where training goes on. All losses are held to those of a TorchRec that was never
-interrupted. Needs safetensors too; docs/checkpoints_convert.md keeps what was printed.
+interrupted. Needs safetensors too; docs/howto/checkpoints_convert.md keeps what was printed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""TorchRec's planner beside ours under TorchRec's own formulas, part by part; docs/beside_torchrec_planner.md tells it.
+"""TorchRec's planner beside ours under TorchRec's own formulas, part by part; docs/evidence/beside_torchrec_planner.md
+tells it.
 
 Many random options: our Perf and Storage against torchrec's. Models and topologies: our enumerator's options against
 torchrec's. Our proposers, partitioners, ratings and stats against TorchRec's over the same options: these come from

@@ -1,6 +1,6 @@
 """Quantize the same rows with FBGEMM on the CPU and with shardwise, look them up on both, compare bits and errors.
 
-docs/beside_fbgemm_quant.md tells how to read what is printed, and keeps it.
+docs/evidence/beside_fbgemm_quant.md tells how to read what is printed, and keeps it.
 
 Letters: R rows, D dim, T tables, B samples, N ids.
 """

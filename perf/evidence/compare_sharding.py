@@ -1,7 +1,7 @@
 """Train sharded tables with TorchRec and with shardwise, in turn in the same two processes over gloo.
 
-docs/beside_torchrec_sharding.md tells how and keeps what was printed. Not as it has to be: losses differ, or there is
-more time or are more calls than there may be.
+docs/evidence/beside_torchrec_sharding.md tells how and keeps what was printed. Not as it has to be: losses differ, or
+there is more time or are more calls than there may be.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The operations of TorchRec's jagged types and of FBGEMM's jagged ops on both libraries: equal, different, slower?
 
 What is compared and timed are the cases of the suite "operations" (perf/suite/cases/operations.py), which `perf run
---suite operations --peers` measures too. docs/beside_torchrec.md tells how and keeps what was printed. Not as it has to
-be: a result differs that DIFFERENT does not name, an operation is missing or a bound is broken.
+--suite operations --peers` measures too. docs/evidence/beside_torchrec.md tells how and keeps what was printed. Not as
+it has to be: a result differs that DIFFERENT does not name, an operation is missing or a bound is broken.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def table(title: str, rows: Mapping[str, Sequence[Row]], bounds: Bounds) -> tupl
         *grid(["operation", *map(str, sizes), "verdict"], cells),
         "", *grid(["geometric mean", *map(str, sizes), "all"], [["ratio", *(f"{mean:.2f}" for mean in means)]]), "",
         *_list(f"Above {TYPES.each:g} and not under {FREE_US:g} us", sorted(slow, key=lambda row: -row.ratio)),
-        *_list("Different as docs/differences.md says",
+        *_list("Different as docs/reference/differences.md says",
                (f"{name}: {reason(name)}" for name in rows if statuses[name].startswith("different"))),
     ]  # fmt: skip
     return lines, not bad and not means[-1] > bounds.mean

@@ -1,6 +1,6 @@
 """Train the same tables on the same batches through FBGEMM's CPU ops and through shardwise; print how far they part.
 
-docs/parity.md tells how and keeps what was printed. Not as it has to be: a case is beyond its bound.
+docs/evidence/parity.md tells how and keeps what was printed. Not as it has to be: a case is beyond its bound.
 
 Shapes: ids of F features and B samples, outputs [B, sum of dims], or [N, dim] where nothing is pooled.
 """

@@ -273,5 +273,5 @@ def run(options: argparse.Namespace) -> Report:
     }  # fmt: skip
     if options.write:
         (ROOT / "perf/results/cpu/planner_heldout.json").write_text(json.dumps(result) + "\n")
-        (ROOT / "docs/planner_heldout.md").write_text(page(result))
+        (ROOT / "docs/evidence/planner_heldout.md").write_text(page(result))
     return Report(page(result), True)

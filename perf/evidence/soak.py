@@ -45,7 +45,7 @@ KINDS = {
 }
 # of lines of metrics that tell the time
 TIMES = ("samples_per_s", "seconds")
-# "1" gives each restart of torchrun a store of its own: docs/reliability.md
+# "1" gives each restart of torchrun a store of its own: docs/howto/reliability.md
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # a job without a step for so long stands still
 STILL_S = 240.0
@@ -311,7 +311,7 @@ def same_tensors(first: Path, second: Path) -> bool:
 
 
 def summary(report: Mapping[str, Any]) -> list[str]:
-    """The rows of the table in docs/reliability.md."""
+    """The rows of the table in docs/howto/reliability.md."""
     kinds = "; ".join(f"{count} x {kind}" for kind, count in report["disturbances"].items())
     recovered, aucs = report["recovered_s"], report["test_auc"]
     rows = {

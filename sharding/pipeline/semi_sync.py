@@ -1,8 +1,8 @@
 """Semi-synchronous training: rows of the next batch are looked up before the update of this one.
 
 From `start_batch` on, the rows of batch i + 1 leave their tables between forward and backward of batch i, and their way
-to the ranks that asked is hidden by the backward. They lack the update of batch i; docs/pipelines.md has a table of
-what each batch sees.
+to the ranks that asked is hidden by the backward. They lack the update of batch i; docs/concepts/pipelines.md has a
+table of what each batch sees.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def add_doctor(commands: click.Group) -> None:
         here (Triton, numba, torch alone) and holds values and gradients to references in plain torch. Loops and
         kernels are compiled first, which takes a minute where it was never done, and is kept.
 
-        Ends with status 1 where there is a problem. Needs no GPU, no network and no checkout. See docs/doctor.md.
+        Ends with status 1 where there is a problem. Needs no GPU, no network and no checkout. See docs/howto/doctor.md.
         """
         begin = time.perf_counter()
         with _progress() as (update, pause):

@@ -60,7 +60,7 @@ def add_autotune(kernels: click.Group) -> None:
         Inputs and tables are the command's own. Every candidate gives the bits that the heuristic gives, or is dropped.
         Entries that the file has are kept, each new one is written at once, and Ctrl-C ends a run with what it found.
         An entry that fails is told of; the status is 1 where all do.
-        On a CPU: threads and sizes of the CPU path. See docs/tuning.md.
+        On a CPU: threads and sizes of the CPU path. See docs/howto/tuning.md.
         """
         if workload is not None and (dims or lengths):
             raise click.UsageError("--workload says dims and lengths: leave --dims and --lengths out")

@@ -1,6 +1,6 @@
-"""Differences of behaviour to TorchRec: the rows of docs/differences.md, read from differences.json.
+"""Differences of behaviour to TorchRec: the rows of docs/reference/differences.md, read from differences.json.
 
-The page is printed from them by `python docs/differences.py`; a test compares.
+The page is printed from them by `python docs/reference/differences.py`; a test compares.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Difference:
     @property
     def link(self) -> str:
         """Where it stands in the repository."""
-        return f"docs/differences.md#{self.section.lower().replace(' ', '-')}"
+        return f"docs/reference/differences.md#{self.section.lower().replace(' ', '-')}"
 
 
 @cache

@@ -44,7 +44,7 @@ HINTS: Mapping[str, str] = {
         "they swap tables and optimizer states of Meta's models; shardwise.sharding.pipeline has the others"
     ),
     "torchrec.metrics": _METRICS,
-    "torchrec.ir": "not in TorchRec 1.8's wheel; torch.export takes the whole model, lookups as ops (docs/export.md)",
+    "torchrec.ir": "not in TorchRec 1.8's wheel; torch.export takes the model, lookups as ops (docs/howto/export.md)",
     "torchrec.distributed.sharding.rw_kjt_pool_sharding": _OF_POOLS,
     "torchrec.distributed.sharding.rw_pool_sharding": _OF_POOLS,
     "torchrec.distributed.sharding.rw_tensor_pool_sharding": _OF_POOLS,

@@ -23,7 +23,7 @@ from shardwise.planner.plan.explanation import PART_NAMES
 from shardwise.planner.search.problem import PARTS
 
 DOCS = ROOT / "docs"
-PICTURE = r"!\[.*?\]\(pictures/(.*?)\)"
+PICTURE = r"!\[.*?\]\(../pictures/(.*?)\)"
 # how many statements of a page say what they give
 SAID = {
     "accumulation": range(5, 6),
@@ -63,8 +63,14 @@ LOOKUPS = {
 }
 
 
+def path_of(page: str) -> Path:
+    """The page of that name, in whichever of the folders of docs/."""
+    (path,) = DOCS.rglob(f"{page}.md")
+    return path
+
+
 def read(page: str) -> str:
-    return (DOCS / f"{page}.md").read_text()
+    return path_of(page).read_text()
 
 
 @pytest.mark.parametrize("page", SAID)
@@ -72,7 +78,7 @@ def test_every_snippet_gives_what_stands_beside_it(page: str) -> None:
     if page == "jagged":
         pytest.importorskip("pyarrow")
     try:
-        wrong, num_checked = wrong_snippets(DOCS / f"{page}.md")
+        wrong, num_checked = wrong_snippets(path_of(page))
     finally:
         # a page may set some
         configs.use_configs()
@@ -144,7 +150,7 @@ def test_every_strategy_has_a_chapter_a_picture_and_a_row_of_bytes() -> None:
     assert sorted(re.findall(r"^### (\w+)$", page, re.MULTILINE)) == sorted(kinds)
     assert set(drawer("sharding").STRATEGIES) == set(kinds)
     for kind in kinds:
-        assert f"![{kind}](pictures/sharding_{kind}.svg)" in page
+        assert f"![{kind}](../pictures/sharding_{kind}.svg)" in page
         assert re.search(rf"^\| `{kind}` \|", page, re.MULTILINE)
 
 
@@ -197,7 +203,7 @@ def test_commands_of_the_tuner_and_their_options_are_there() -> None:
 
 def drawer(page: str) -> Any:
     """The module that draws the pictures of a page."""
-    spec = importlib.util.spec_from_file_location(f"{page}_pictures", DOCS / f"{page}_pictures.py")
+    spec = importlib.util.spec_from_file_location(f"{page}_pictures", DOCS / "pictures" / f"{page}_pictures.py")
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -212,7 +218,9 @@ def test_pictures_are_those_that_the_script_draws(page: str, tmp_path: Path) -> 
     drawn = {path.name: path.read_text() for path in tmp_path.glob(pattern)}
     others = ("pipeline_", "planner_", *(["sharding_", "engine_", "tiers_"] if page == "jagged" else []))
     kept = (DOCS / "pictures").glob(pattern)
-    assert drawn == {path.name: path.read_text() for path in kept if not path.name.startswith(others)}
+    assert drawn == {
+        path.name: path.read_text() for path in kept if path.suffix == ".svg" and not path.name.startswith(others)
+    }
     assert set(re.findall(PICTURE, read(page))) == set(drawn)
     assert max(map(len, drawn.values())) < 8_000
 
@@ -245,7 +253,7 @@ def test_hidden_is_the_part_of_the_delay_that_costs_nothing(slower: float, part:
 def test_pictures_of_the_planner_are_there_small_and_made_by_the_script() -> None:
     pages = read("planner") + (ROOT / "README.md").read_text()
     shown = {path for path in re.findall(r"\(\S*pictures/(\S+?)\)", pages) if path.endswith(".png")}
-    script = (DOCS / "planner_pictures.py").read_text()
+    script = (DOCS / "pictures" / "planner_pictures.py").read_text()
     assert shown == {f"planner_report_{name}.png" for name in re.findall(r'\("(\w+)", \w+_tables\(\)', script)}
     for path in shown:
         content = (DOCS / "pictures" / path).read_bytes()

@@ -1,4 +1,4 @@
-"""The way of an id and of a gradient in docs/engine.md is that of a lookup and an update, and it stays short."""
+"""The way of an id and of a gradient in docs/concepts/engine.md is that of a lookup and an update, and stays short."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_CALLS = {"forward": (120, 220), "backward": (94, 129)}
 
 def read_page(title: str) -> list[Hop]:
     """The functions of a table, in order, with their files."""
-    page = (ROOT / "docs/engine.md").read_text()
+    page = (ROOT / "docs/concepts/engine.md").read_text()
     table = page.split(f"## {title}")[1].split("\n## ")[0]
     hops: list[Hop] = []
     for _, functions, files, _ in re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \| (.*?) \|$", table, re.MULTILINE):
@@ -135,7 +135,7 @@ def test_python_calls_of_a_step_stay_few(what: str) -> None:
 
 
 def test_every_file_and_hop_of_the_page_is_there() -> None:
-    page = (ROOT / "docs/engine.md").read_text()
+    page = (ROOT / "docs/concepts/engine.md").read_text()
     for path in re.findall(r"\]\((\.\./.*?)\)", page):
-        assert (ROOT / "docs" / path).is_file(), path
+        assert (ROOT / "docs/concepts" / path).is_file(), path
     assert len(read_page("The way of an id")) + len(read_page("The way of a gradient")) > 40

@@ -1,4 +1,4 @@
-"""docs/export.md from end to end: its model exported, compiled by AOTInductor, and run by its C++ program."""
+"""docs/howto/export.md from end to end: its model exported, compiled by AOTInductor, and run by its C++ program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkout import ROOT
 
-PAGE = (ROOT / "docs" / "export.md").read_text()
+PAGE = (ROOT / "docs/howto/export.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""docs/torchrec_features.md has a row for each feature of TorchRec, and a test that exists for each that works."""
+"""docs/reference/torchrec_features.md has a row for each feature of TorchRec, and a test for each that works."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 
 from checkout import ROOT
 
-PAGE = (ROOT / "docs" / "torchrec_features.md").read_text()
+PAGE = (ROOT / "docs/reference/torchrec_features.md").read_text()
 # how many features the inventory of TorchRec 1.8 has, and how many of each level
 LEVELS = {"core": 109, "common": 72, "niche": 70, "meta": 12}
 # the words of the sentence that counts, by state

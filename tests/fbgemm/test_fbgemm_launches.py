@@ -1,4 +1,4 @@
-"""What docs/fbgemm.md says runs on a GPU for each op is what is launched, counted without one."""
+"""What docs/reference/fbgemm.md says runs on a GPU for each op is what is launched, counted without one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_op_says_what_it_moves_once() -> None:
 @pytest.mark.full
 def test_the_table_is_what_is_launched() -> None:
     """Takes 7 s: it calls every op. `python -m shardwise.perf.evidence.fbgemm.launches` prints the table."""
-    page = (ROOT / "docs" / "fbgemm.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/fbgemm.md").read_text(encoding="utf-8")
     said = page.split("## What runs on a GPU")[1].split("\n## ")[0].splitlines()
     assert [line for line in said if line.startswith("|")] == table()
 

@@ -110,7 +110,7 @@ def test_readme_on_an_index_has_no_link_that_leads_nowhere(tmp_path: Path) -> No
     told = metadata(tree, tmp_path)
     assert told["Description-Content-Type"] == "text/markdown"
     page = str(told.get_payload())
-    assert "docs/migration.md has the steps" in page and not RELATIVE.search(page) and not of(told, "Project-URL")
+    assert "docs/howto/migration.md has the steps" in page and not RELATIVE.search(page) and not of(told, "Project-URL")
     assert "\nPart of the page" in page
 
 
@@ -122,7 +122,7 @@ def test_readme_on_an_index_leads_to_the_sources_once_they_have_an_address(tmp_p
     setup.write_text(text.replace(line, 'REPOSITORY = "https://code.example/shardwise"'), encoding="utf-8")
     told = metadata(tree, tmp_path)
     page = str(told.get_payload())
-    assert "[docs/migration.md](https://code.example/shardwise/blob/HEAD/docs/migration.md)" in page
+    assert "[docs/howto/migration.md](https://code.example/shardwise/blob/HEAD/docs/howto/migration.md)" in page
     assert not RELATIVE.search(page)
     urls = dict(one.split(", ") for one in of(told, "Project-URL"))
     assert urls["Source"] == "https://code.example/shardwise" and {*urls} == {"Source", "Documentation", "Issues"}

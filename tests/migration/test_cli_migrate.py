@@ -141,7 +141,7 @@ def test_a_verbose_report_says_what_we_do_and_every_place(tmp_path: Path, monkey
     sentence = "looks A `Topology` assumes 32 GiB on every GPU (Topology)"
     assert short[short.index(sentence) + 1] == ""
     assert long[long.index(sentence) :][1:4] == [
-        f"Here: {TOPOLOGY.shardwise}", f"Why: {TOPOLOGY.why} (docs/differences.md#sharding)", "",
+        f"Here: {TOPOLOGY.shardwise}", f"Why: {TOPOLOGY.why} (docs/reference/differences.md#sharding)", "",
     ]  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def test_json_has_all_of_it(tmp_path: Path) -> None:
                 "ours": "shardwise.Topology", "hint": None, "places": [{"file": place, "line": 3}],
                 "differences": [{
                     "word": "looks", "torchrec": TOPOLOGY.torchrec, "shardwise": TOPOLOGY.shardwise,
-                    "why": TOPOLOGY.why, "link": "docs/differences.md#sharding",
+                    "why": TOPOLOGY.why, "link": "docs/reference/differences.md#sharding",
                 }],
             },
             {

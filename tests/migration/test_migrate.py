@@ -20,12 +20,12 @@ from shardwise.migration.names import (
 )
 from shardwise.migration.torchrec_names import TABLE
 
-PAGE = ROOT / "docs" / "differences.md"
+PAGE = ROOT / "docs/reference/differences.md"
 printed = run_path(str(PAGE.with_suffix(".py")))["printed"]
 
 
 def test_the_page_has_the_rows_of_the_data_and_no_others() -> None:
-    assert printed(PAGE.read_text()) == PAGE.read_text(), "run `python docs/differences.py`"
+    assert printed(PAGE.read_text()) == PAGE.read_text(), "run `python docs/reference/differences.py`"
     different = PAGE.read_text().partition("\n## The same")[0]
     rows = [line for line in different.splitlines() if line.startswith("| ") and not line.startswith("| |")]
     assert len(rows) == len(differences())
@@ -111,7 +111,7 @@ def test_a_name_that_differs_is_linked_to_its_rows() -> None:
     entry = finding("torchrec.distributed.planner.Topology")
     assert (entry.status, entry.ours) == ("differs", "shardwise.Topology")
     assert [(row.link, row.word, row.torchrec) for row in entry.differences] == [
-        ("docs/differences.md#sharding", "looks", "A `Topology` assumes 32 GiB on every GPU")
+        ("docs/reference/differences.md#sharding", "looks", "A `Topology` assumes 32 GiB on every GPU")
     ]
     assert finding("torchrec.modules.embedding_configs.PoolingType").status == "works"
 

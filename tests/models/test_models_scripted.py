@@ -125,7 +125,7 @@ def makes_kjt(ids: Tensor, lengths: Tensor) -> Tensor:
 )
 def test_scripting_tables_or_jagged_tensors_names_the_way_to_export(scripted: Any, named: str) -> None:
     """torch failed inside: "sequence item 1: expected str instance, NoneType found", "Unknown type annotation"."""
-    with pytest.raises(TorchScriptError, match=f"cannot take {named}: .*torch.export.*docs/export.md.*install"):
+    with pytest.raises(TorchScriptError, match=f"cannot take {named}: .*torch.export.*docs/howto/export.md.*install"):
         torch.jit.script(scripted)
 
 

@@ -1,7 +1,7 @@
 """Train TorchRec's model on two gloo ranks with `shardwise.canary` on a third of its tables, and without.
 
-docs/canary.md tells how and keeps what was printed. Not as it has to be: losses differ, a checkpoint of one does not
-load into the other or has other keys, a shadow is off or misses a planted fault, or something global was changed.
+docs/howto/canary.md tells how and keeps what was printed. Not as it has to be: losses differ, a checkpoint of one does
+not load into the other or has other keys, a shadow is off or misses a planted fault, or something global was changed.
 """
 
 from __future__ import annotations

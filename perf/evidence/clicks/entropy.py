@@ -2,7 +2,7 @@
 
 Two gloo ranks, tables cut one way for each seed, rowwise Adagrad; with fp32 between the ranks, with sums in fp16 and
 gradients in bf16, and with fp32 and tanh in place of ReLU. Takes two hours: with `--keep FOLDER` a run that was broken
-off goes on. docs/beside_torchrec_entropy.md keeps what was printed.
+off goes on. docs/evidence/beside_torchrec_entropy.md keeps what was printed.
 """
 
 from __future__ import annotations

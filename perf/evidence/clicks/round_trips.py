@@ -1,8 +1,8 @@
 """Train DLRM on generated clicks in TorchRec, then in shardwise, then in TorchRec again, thousands of steps each.
 
 What changes sides is a checkpoint with optimizer states; shardwise has another plan, and another number of ranks. All
-losses are held to those of a TorchRec that was never interrupted. docs/beside_torchrec_round_trips.md keeps what was
-printed.
+losses are held to those of a TorchRec that was never interrupted. docs/evidence/beside_torchrec_round_trips.md keeps
+what was printed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a call of `torch.ops.fbgemm.X` costs over a call of our function: the dispatcher, and autograd's check.
 
-docs/fbgemm.md keeps what is printed. Runs where FBGEMM is not installed. Not as it has to be: an op that costs more
-than 15 us over its function.
+docs/reference/fbgemm.md keeps what is printed. Runs where FBGEMM is not installed. Not as it has to be: an op that
+costs more than 15 us over its function.
 """
 
 from __future__ import annotations

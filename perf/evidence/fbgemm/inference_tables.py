@@ -1,6 +1,6 @@
 """FBGEMM's inference tables beside ours: the same bytes in both, random mixes of tables, and their outputs compared.
 
-docs/beside_fbgemm_inference.md tells how to read what is printed, and keeps it.
+docs/evidence/beside_fbgemm_inference.md tells how to read what is printed, and keeps it.
 
 Shapes: T tables, F features, N ids.
 """
@@ -259,7 +259,7 @@ def run(options: argparse.Namespace) -> Report:
         "", *grid(
             ["lookup", "mixes", "same bits", "largest difference"],
             [[kind, calls[kind], same[kind], f"{apart[kind]:.1e}" if apart[kind] else "0"] for kind in sorted(calls)],
-        ), "", "Outputs not compared, by what [differences.md](differences.md) says:", "",
+        ), "", "Outputs not compared, by what [differences.md](../reference/differences.md) says:", "",
         *grid(["difference", "mixes"], skipped.most_common()),
     ]  # fmt: skip
     return report_of([Section(lines, bad)])

@@ -1,8 +1,8 @@
 """What runs on a GPU for each of `torch.ops.fbgemm.*`: launches, counted without one, and the bytes that they move.
 
-docs/fbgemm.md keeps the table, which a test compares: `python -m shardwise.perf.evidence.fbgemm.launches` prints it.
-An op is counted on the costlier of its first calls, of a few small tensors each: sorts of more than 4,096 numbers and
-sums of more than 16,384 lengths take some launches more.
+docs/reference/fbgemm.md keeps the table, which a test compares: `python -m shardwise.perf.evidence.fbgemm.launches`
+prints it. An op is counted on the costlier of its first calls, of a few small tensors each: sorts of more than 4,096
+numbers and sums of more than 16,384 lengths take some launches more.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _on_device(value: Any) -> Any:
 
 
 def table() -> list[str]:
-    """A row for each op, as docs/fbgemm.md has them."""
+    """A row for each op, as docs/reference/fbgemm.md has them."""
     moved = {name: text for text, names in MOVED.items() for name in names}
     rows = []
     for name in OPS:

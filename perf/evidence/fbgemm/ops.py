@@ -1,8 +1,8 @@
 """Random calls of every op that we serve by FBGEMM's name, beside FBGEMM's own on the CPU.
 
-docs/beside_fbgemm_ops.md keeps what is printed. Not as it has to be: a result that differs where docs/differences.md
-names no difference. `--record` writes what FBGEMM gives for the first calls of each op into tests/fbgemm/recorded, a
-file for each family of ops; the tests compare with them.
+docs/evidence/beside_fbgemm_ops.md keeps what is printed. Not as it has to be: a result that differs where
+docs/reference/differences.md names no difference. `--record` writes what FBGEMM gives for the first calls of each op
+into tests/fbgemm/recorded, a file for each family of ops; the tests compare with them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> Report:
     header = ["op", "calls", "errors on both sides", "with gradients", "largest difference", "not compared"]
     lines = [f"{each} calls of each of {len(names)} ops, {each * len(names)} in all.", "", *grid(header, rows), ""]
     if kinds:
-        lines += ["Not compared, by what [differences.md](differences.md) says:", ""]
+        lines += ["Not compared, by what [differences.md](../reference/differences.md) says:", ""]
         lines += grid(["difference", "calls"], kinds.most_common())
     return report_of([Section(lines, bad)])
 

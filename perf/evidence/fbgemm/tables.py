@@ -1,7 +1,7 @@
 """FBGEMM's modules of tables beside ours of the same names, on the CPU: trained alike, called alike, kept alike.
 
-docs/beside_fbgemm_tables.md keeps what is printed. Not as it has to be: a case beyond its bound, or a check that fails.
-The cases are those of perf/evidence/parity.py; one program makes and trains both modules.
+docs/evidence/beside_fbgemm_tables.md keeps what is printed. Not as it has to be: a case beyond its bound, or a check
+that fails. The cases are those of perf/evidence/parity.py; one program makes and trains both modules.
 """
 
 from __future__ import annotations

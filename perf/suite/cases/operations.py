@@ -1,7 +1,7 @@
 """Cases of the suite: each operation of the jagged types and each jagged op by itself, beside TorchRec's and FBGEMM's.
 
 Every call has a state of its own, made outside of its time, because both libraries keep what they have computed. Sizes
-are keys x bags of each; docs/beside_torchrec.md shows them all.
+are keys x bags of each; docs/evidence/beside_torchrec.md shows them all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwise.perf.suite.operations.operation import (
 
 SIZES = tuple(Size(keys, batch) for keys in (1, 26, 856) for batch in (64, 8192))
 SMALL = Size(3, 8)
-# operation (a regular expression for its whole name) -> why ours differs, as docs/differences.md says
+# operation (a regular expression for its whole name) -> why ours differs, as docs/reference/differences.md says
 DIFFERENT: dict[str, str] = {
     "KJT empty": "values are int64, not float32: ids are integers",
     "KJT empty_like, variable": "the batch size is kept where batch sizes vary too",

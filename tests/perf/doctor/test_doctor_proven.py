@@ -49,5 +49,5 @@ def test_pairs_are_those_whose_tests_all_passed() -> None:
 
 
 def test_gpus_are_those_that_there_are_results_of() -> None:
-    """As long as there is none the doctor, the README and docs/gpu.md say that no kernel has run on a GPU."""
+    """As long as there is none the doctor, the README and docs/evidence/gpu.md say that no kernel has run on a GPU."""
     assert {*PROVEN.gpus} == {path.name for path in RESULTS.iterdir() if path.is_dir()} - OTHERS, CORRECT

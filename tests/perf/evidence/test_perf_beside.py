@@ -208,7 +208,7 @@ def test_without_the_peers_one_line_says_so(
     assert evidence.main([name, *(["times"] if name == "planner_plans" else [])]) == 2
     out, err = capsys.readouterr()
     assert not out.startswith("shardwise") and err.count("\n") == 1
-    assert f"evidence {name} needs a peer" in err and "docs/beside_torchrec.md" in err
+    assert f"evidence {name} needs a peer" in err and "docs/evidence/beside_torchrec.md" in err
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not here")

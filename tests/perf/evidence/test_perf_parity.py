@@ -11,7 +11,7 @@ from checkout import ROOT
 from shardwise.perf.evidence.__main__ import mark
 from shardwise.perf.evidence.parity import CASES, STEPS, Case, Trace, differences, train_shardwise, verdict
 
-PAGE = ROOT / "docs" / "parity.md"
+PAGE = ROOT / "docs/evidence/parity.md"
 
 
 def trace(value: float, planted: float = 0.0) -> Trace:

@@ -1,4 +1,4 @@
-"""A field more in the header, added where docs/engine.md says: each rank tells all others a number with its step."""
+"""A field more in the header, added where docs/concepts/engine.md says: ranks tell each other a number a step."""
 
 from unittest.mock import patch
 

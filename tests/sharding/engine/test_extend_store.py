@@ -1,4 +1,4 @@
-"""A user's store of rows, as docs/engine.md says: few slots, to which rows are brought and from which they go."""
+"""A user's store of rows, as docs/concepts/engine.md says: few slots, rows brought there and taken away."""
 
 import pytest
 import sharding_mixes as mixes

@@ -21,9 +21,10 @@ T = TypeVar("T")
 class Call:
     """Arguments of one call of an op, in the order of its schema; tensors that want gradients say so themselves.
 
-    `kind` says in a word or two what is special, for reports. `difference` is what docs/differences.md says of such
-    calls where results are not to be compared. `compared` picks what of the outputs is defined; all of them where it is
-    None. `packed`: the peer is given contiguous copies, as its op reads views as though they were contiguous.
+    `kind` says in a word or two what is special, for reports. `difference` is what docs/reference/differences.md says
+    of such calls where results are not to be compared. `compared` picks what of the outputs is defined; all of them
+    where it is None. `packed`: the peer is given contiguous copies, as its op reads views as though they were
+    contiguous.
     """
 
     args: Sequence[Any]
