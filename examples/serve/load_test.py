@@ -194,14 +194,14 @@ def report(seen: Seen, seconds: float, metrics: str) -> list[str]:
     by_status = ", ".join(f"{status}: {count}" for status, count in sorted(seen.statuses.items()))
     rows = {
         "requests, and unanswered at a time": f"{len(seen.seconds)}, {seen.most_open}",
-        "open connections, as the server counts": numbers["serve_connections"],
+        "open connections, as the server counts": f"{float(numbers['serve_connections']):.0f}",
         "seconds, requests a second": f"{seconds:.2f}, {len(seen.seconds) / seconds:.0f}",
         "latency p50, p95, p99, worst": ", ".join(
             f"{latency:.3f} s" for latency in (*percentile.values(), ordered[-1])
         ),
         "answers by status": by_status,
         "batches, instances in one on average": f"{batches:.0f}, {instances / max(batches, 1):.1f}",
-        "most instances that waited": numbers["serve_queue_most_instances"],
+        "most instances that waited": f"{float(numbers['serve_queue_most_instances']):.0f}",
         "good answers off by at most": f"{seen.off:.1e}",
         "wrong answers": str(len(seen.wrong)),
     }

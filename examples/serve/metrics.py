@@ -1,86 +1,51 @@
-"""Counters, gauges and histograms in the text format that Prometheus reads."""
+"""The server's numbers for Prometheus, by prometheus_client: docs/howto/monitor.md has each of them."""
 
 from __future__ import annotations
 
-import bisect
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    disable_created_metrics,
+    generate_latest,
+)
 
 LATENCY_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+# a second series for each counter and histogram, of when it began
+disable_created_metrics()
 
 
-@dataclass
-class Counts:
-    """How often something happened, by the values of its labels."""
+class Metrics:
+    """Of one server, in a registry of its own, so that a process can have several."""
 
-    kind: ClassVar[str] = "counter"
-    name: str
-    help: str
-    labels: Sequence[str]
-    by_labels: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    def __init__(self, gauges: dict[str, tuple[str, Callable[[], float]]]) -> None:
+        """`gauges`: name -> what it says, and the number as it is at a scrape."""
+        # Any: mypy and pyright read what prometheus_client says of keywords differently
+        own: dict[str, Any] = {"registry": CollectorRegistry()}
+        self._own = own
+        self.requests = Counter("serve_requests", "Requests answered.", ("path", "status"), **own)
+        self.latency = Histogram("serve_predict_seconds", "From request to answer.", buckets=LATENCY_SECONDS, **own)
+        self.batch_sizes = Histogram("serve_batch_instances", "Instances in a batch.", buckets=BATCH_SIZES, **own)
+        self.closed = Counter(
+            "serve_connections_closed", "Connections that were closed by a limit.", ("reason",), **own
+        )
+        for name, (says, read) in gauges.items():
+            Gauge(name, says, **own).set_function(read)
 
-    def add(self, *values: str) -> None:
-        self.by_labels[values] += 1
+    def describe_model(self, about: dict[str, str], table_bytes: int) -> None:
+        """What is served, from now on; once."""
+        Info("serve_model", "The model that is served.", **self._own).info(about)
+        Gauge("serve_model_table_bytes", "Bytes of its tables.", **self._own).set(table_bytes)
 
-    def lines(self) -> list[str]:
-        counts = sorted(self.by_labels.items())
-        return [f"{self.name}{_labels(dict(zip(self.labels, key, strict=True)))} {count}" for key, count in counts]
-
-
-@dataclass
-class Histogram:
-    """How often a number was at most each of `bounds`."""
-
-    kind: ClassVar[str] = "histogram"
-    name: str
-    help: str
-    bounds: Sequence[float]
-    counts: list[int] = field(init=False)
-    total: float = field(default=0.0, init=False)
-
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
-
-    def add(self, number: float) -> None:
-        self.counts[bisect.bisect_left(self.bounds, number)] += 1
-        self.total += number
-
-    def lines(self) -> list[str]:
-        lines, below = [], 0
-        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
-            below += count
-            lines.append(f"{self.name}_bucket{_labels({'le': bound})} {below}")
-        return [*lines, f"{self.name}_sum {self.total}", f"{self.name}_count {below}"]
-
-
-@dataclass
-class Gauge:
-    """A number as it is when it is asked for."""
-
-    kind: ClassVar[str] = "gauge"
-    name: str
-    help: str
-    read: Callable[[], float]
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-    def lines(self) -> list[str]:
-        return [f"{self.name}{_labels(self.labels)} {self.read()}"]
-
-
-def text(metrics: Sequence[Counts | Histogram | Gauge]) -> str:
-    """All of them, as a scrape has it."""
-    lines = []
-    for metric in metrics:
-        lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}", *metric.lines()]
-    return "\n".join(lines) + "\n"
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    escaped = (
-        (name, value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")) for name, value in labels.items()
-    )
-    inside = ",".join(f'{name}="{value}"' for name, value in escaped)
-    return f"{{{inside}}}" if inside else ""
+    def text(self) -> bytes:
+        """All of them, as a scrape has it."""
+        return generate_latest(self._own["registry"])

@@ -29,15 +29,18 @@ from shardwise._version import how_to_install
 
 try:
     import aiohttp
-except ModuleNotFoundError:
-    raise SystemExit(f"server.py: aiohttp is missing: {how_to_install('serve')}") from None
+    import msgspec  # noqa: F401
+    import prometheus_client  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"server.py: {error.name} is missing: {how_to_install('serve')}") from None
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from batches import Batcher, Limits, ModelFailed
 from connections import ConnectionLimits, Connections
 from errors import Handler, Refused, json_response, respond_to_errors
-from instances import MAX_IDS, Instance, answer, check_outputs, read_body, read_instances
-from metrics import BATCH_SIZES, LATENCY_SECONDS, Counts, Gauge, Histogram, text
+from instances import MAX_IDS, Instance, answer, check_outputs
+from metrics import CONTENT_TYPE, Metrics
+from reader import Reader
 
 from shardwise.inference import Program, load_program
 
@@ -71,12 +74,18 @@ class Server:
         self.program: Program | None = None
         # torch reads its number of threads in the thread that computes
         self.worker = ThreadPoolExecutor(1, "model", initializer=torch.set_num_threads, initargs=(threads,))
-        self.closed = Counts("serve_connections_closed_total", "Connections that were closed by a limit.", ("reason",))
-        self.connections = Connections(connection_limits or ConnectionLimits(), self.closed.add)
-        self.requests = Counts("serve_requests_total", "Requests answered.", ("path", "status"))
-        self.latency = Histogram("serve_predict_seconds", "From request to answer.", LATENCY_SECONDS)
-        self.batch_sizes = Histogram("serve_batch_instances", "Instances in a batch.", BATCH_SIZES)
-        self.batcher: Batcher[Instance] = Batcher(self._predict, self.worker, limits, self.batch_sizes.add)
+        self.numbers = numbers = Metrics(
+            {
+                "serve_queue_instances": ("Instances that wait.", lambda: self.batcher.waiting),
+                "serve_queue_most_instances": ("Most that ever waited.", lambda: self.batcher.most_waiting),
+                "serve_connections": ("Open connections.", lambda: len(self.connections)),
+                "serve_ready": ("1 when requests are answered.", lambda: self.state == "ready"),
+            }
+        )
+        self.connections = Connections(
+            connection_limits or ConnectionLimits(), lambda reason: numbers.closed.labels(reason).inc()
+        )
+        self.batcher: Batcher[Instance] = Batcher(self._predict, self.worker, limits, numbers.batch_sizes.observe)
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._counted, respond_to_errors], client_max_size=self.max_bytes)
@@ -94,6 +103,10 @@ class Server:
         instance = Instance([0.0] * len(facts.dense), [[] for _ in facts.features], [[] for _ in facts.features])
         for size in (1, min(2, self.limits.max_batch)):
             answer(program, [instance] * size)
+        self.numbers.describe_model(
+            {"tables": str(len(facts.tables)), **facts.versions}, sum(table.bytes for table in facts.tables)
+        )
+        self.reader = Reader(facts, max_instances=self.max_instances, max_ids=self.max_ids)
         self.program = program
 
     async def run(self) -> None:
@@ -118,7 +131,7 @@ class Server:
         return self.program
 
     async def predict(self, request: web.Request) -> web.Response:
-        facts = self._loaded().facts
+        self._loaded()
         if request.content_type != "application/json":
             raise Refused(415, "wrong_content_type", f"the body is {request.content_type}", "application/json")
         encoding = request.headers.get("Content-Encoding", "identity")
@@ -133,8 +146,7 @@ class Server:
         except (ConnectionError, aiohttp.ClientPayloadError) as error:
             # nobody is there to be told, and nothing of ours to be mended
             raise Refused(400, "body_cut_off", f"the body did not come whole: {type(error).__name__}") from None
-        instances = read_instances(read_body(body), facts, max_instances=self.max_instances, max_ids=self.max_ids)
-        predictions = await self.batcher.submit(instances)
+        predictions = await self.batcher.submit(self.reader.read(body))
         try:
             return json_response({"predictions": predictions})
         except ValueError:
@@ -158,18 +170,7 @@ class Server:
         )  # fmt: skip
 
     async def metrics(self, request: web.Request) -> web.Response:
-        numbers: list[Counts | Histogram | Gauge] = [self.requests, self.latency, self.batch_sizes, self.closed]
-        numbers.append(Gauge("serve_queue_instances", "Instances that wait.", lambda: self.batcher.waiting))
-        numbers.append(Gauge("serve_queue_most_instances", "Most that ever waited.", lambda: self.batcher.most_waiting))
-        numbers.append(Gauge("serve_connections", "Open connections.", lambda: len(self.connections)))
-        numbers.append(Gauge("serve_ready", "1 when requests are answered.", lambda: int(self.state == "ready")))
-        if self.program is not None:
-            facts = self.program.facts
-            about = {"tables": str(len(facts.tables)), **facts.versions}
-            size = sum(table.bytes for table in facts.tables)
-            numbers.append(Gauge("serve_model_info", "The model that is served.", lambda: 1, about))
-            numbers.append(Gauge("serve_model_table_bytes", "Bytes of its tables.", lambda: size))
-        return web.Response(text=text(numbers), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return web.Response(body=self.numbers.text(), headers={"Content-Type": CONTENT_TYPE})
 
     @web.middleware
     async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -183,9 +184,9 @@ class Server:
             status = str(response.status)
             return response
         finally:
-            self.requests.add(path, status)
+            self.numbers.requests.labels(path, status).inc()
             if path == "/predict":
-                self.latency.add(time.perf_counter() - began)
+                self.numbers.latency.observe(time.perf_counter() - began)
 
 
 def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("aiohttp")
+pytest.importorskip("msgspec")
+pytest.importorskip("prometheus_client")
 
 import asyncio
 import json
@@ -17,13 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import ROOT
 from http_serving import EXAMPLE, GOOD, example
+from hypothesis import given, settings, strategies
+from prometheus_client.parser import text_string_to_metric_families
 
 from shardwise.inference import ModelFacts, load_program
 from shardwise.inference.folder import FeatureFacts, OutputFacts
 
-instances, batches, metrics, bad_requests, small_model = map(
-    example, ("instances", "batches", "metrics", "bad_requests", "small_model")
+instances, batches, metrics, bad_requests, small_model, reader, server_module = map(
+    example, ("instances", "batches", "metrics", "bad_requests", "small_model", "reader", "server")
 )
 
 FACTS = ModelFacts(
@@ -50,6 +55,68 @@ def test_ids_come_in_the_order_of_the_model_and_a_feature_left_out_has_none() ->
     first, second = read(GOOD, {"dense": [0, 0, 1], "features": {"tag": [49, 0, 49]}})
     assert (first.ids, first.dense) == ([[3], [7, 8], []], [0.5, -1, 2.25])
     assert (second.ids, second.dense) == ([[], [], [49, 0, 49]], [0, 0, 1])
+
+
+def outcome(read: Callable[[], list[Any]]) -> Any:
+    """The instances, or what a client is told."""
+    try:
+        # an integer beyond 2**53 is the nearest double by way of msgspec, and becomes it in a tensor in any case
+        return [([*map(float, each.dense)], each.ids, each.weights) for each in read()]
+    except instances.BadRequest as error:
+        return error.as_json()
+
+
+def both(body: bytes, facts: ModelFacts, max_ids: int = 9) -> tuple[Any, Any]:
+    """What is made of a body by way of msgspec, and without it."""
+    quick = reader.Reader(facts, max_instances=4, max_ids=max_ids)
+    limits = {"max_instances": 4, "max_ids": max_ids}
+    return outcome(lambda: quick.read(body)), outcome(
+        lambda: instances.read_instances(instances.read_body(body), facts, **limits)
+    )
+
+
+SCRAPS = [
+    *(b'"', b"'", b"{", b"}", b"[", b"]", b",", b":", b"0", b"-", b".", b"e2", b"1e400", b"1e39", b"NaN", b"null"),
+    *(b"true", b" ", b"\\", b"\\u0075", b"\xff", b"\x00", b'"user":[1],', b'"features":{},', b"999", b"1.0", b"[3,3],"),
+]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@settings(max_examples=300, deadline=None)
+@given(data=strategies.data())
+def test_msgspec_takes_and_refuses_what_the_checks_in_python_do(weighted: bool, data: Any) -> None:
+    """Right bodies, and bodies with scraps of JSON put in, cut out or doubled: same instances, same refusals."""
+    facts = replace(FACTS, weighted=weighted, dense=FACTS.dense[: data.draw(strategies.integers(0, 3))])
+    draw: Callable[..., Any] = data.draw
+    given_instances = []
+    for _ in range(draw(strategies.integers(1, 4))):
+        named = draw(strategies.lists(strategies.sampled_from(facts.features), unique=True))
+        features = {each.name: draw(strategies.lists(strategies.integers(0, 49), max_size=3)) for each in named}
+        one: dict[str, Any] = {"dense": [0.5, -1, 2**60][: len(facts.dense)]} if facts.dense else {}
+        one["features"] = features
+        if weighted:
+            one["weights"] = {name: [0.25] * len(ids) for name, ids in features.items()}
+        given_instances.append(one)
+    body = json.dumps({"instances": given_instances}).encode()
+    for _ in range(draw(strategies.integers(0, 3))):
+        begin = draw(strategies.integers(0, len(body)))
+        end = min(len(body), begin + draw(strategies.sampled_from((0, 0, 1, 4, 20))))
+        body = body[:begin] + draw(strategies.sampled_from([*SCRAPS, body[begin:end] * 2])) + body[end:]
+    quick, plain = both(body, facts)
+    assert quick == plain
+
+
+@pytest.mark.parametrize("kind", ABOUT_JSON)
+def test_every_bad_request_is_refused_in_the_same_words_by_way_of_msgspec(kind: str) -> None:
+    quick, plain = both(KINDS[kind].body, FACTS)
+    assert quick == plain and "code" in plain
+
+
+def test_right_bodies_are_read_by_msgspec_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "read_instances", None)
+    quick = reader.Reader(FACTS, max_instances=4, max_ids=9)
+    body = json.dumps({"instances": [GOOD, {"features": {}, "dense": [1, 2, 3]}]}).encode()
+    assert [each.ids for each in quick.read(body)] == [[[3], [7, 8], []], [[], [], []]]
 
 
 def test_a_weighted_model_takes_a_weight_for_each_id() -> None:
@@ -221,22 +288,25 @@ def test_limits_that_make_no_sense_are_refused(limits: tuple[int, float, int]) -
 
 
 def test_numbers_are_written_as_prometheus_reads_them() -> None:
-    counts = metrics.Counts("requests", "All.", ("path", "status"))
-    counts.add("/b", "200")
-    counts.add('/a"', "400")
-    counts.add("/b", "200")
-    histogram = metrics.Histogram("seconds", "Each.", (0.5, 1.0))
-    for number in (0.5, 0.75, 3):
-        histogram.add(number)
-    assert metrics.text([counts, histogram, metrics.Gauge("ready", "Is it?", lambda: 1, {"of": "x"})]) == (
-        "# HELP requests All.\n# TYPE requests counter\n"
-        'requests{path="/a\\"",status="400"} 1\nrequests{path="/b",status="200"} 2\n'
-        "# HELP seconds Each.\n# TYPE seconds histogram\n"
-        'seconds_bucket{le="0.5"} 1\nseconds_bucket{le="1.0"} 2\nseconds_bucket{le="+Inf"} 3\n'
-        "seconds_sum 4.25\nseconds_count 3\n"
-        "# HELP ready Is it?\n# TYPE ready gauge\n"
-        'ready{of="x"} 1\n'
-    )
+    numbers = metrics.Metrics({"serve_ready": ("Is it?", lambda: True)})
+    for path, status in (("/b", "200"), ('/a"', "400"), ("/b", "200")):
+        numbers.requests.labels(path, status).inc()
+    for seconds in (0.5, 0.75, 300):
+        numbers.latency.observe(seconds)
+    numbers.describe_model({"torch": "2"}, 12)
+    parsed = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(numbers.text().decode())
+        for sample in family.samples
+    }
+    assert parsed["serve_requests_total", ("path", "/b"), ("status", "200")] == 2
+    assert parsed["serve_requests_total", ("path", '/a"'), ("status", "400")] == 1
+    buckets = [parsed["serve_predict_seconds_bucket", ("le", le)] for le in ("0.25", "0.5", "1.0", "30.0", "+Inf")]
+    assert buckets == [0, 1, 2, 2, 3] and parsed["serve_predict_seconds_sum",] == 301.25
+    assert parsed["serve_ready",] == 1 and parsed["serve_model_table_bytes",] == 12
+    assert parsed["serve_model_info", ("torch", "2")] == 1
+    # a series of when each began would double them
+    assert not [name for name, *_ in parsed if name.endswith("_created")]
 
 
 def bodies(page: Path) -> list[str]:
@@ -261,3 +331,16 @@ def test_the_request_of_the_example_fits_its_model_and_has_the_answer_that_is_pr
     assert [[*answer] for answer in answers] == [[*answer] for answer in wanted]
     for answer, other in zip(answers, wanted, strict=True):
         assert answer == pytest.approx(other, rel=1e-4)
+
+
+def test_the_page_on_monitoring_has_every_metric_and_asks_for_no_other() -> None:
+    numbers = server_module.Server(".", batches.Limits(), max_instances=4, max_bytes=100, threads=1).numbers
+    numbers.describe_model({"tables": "1"}, 1)
+    families = {family.name: family.type for family in text_string_to_metric_families(numbers.text().decode())}
+    # the parser names counters and infos without what their samples end in
+    exposed = {f"{name}_total" if kind == "counter" else name: kind for name, kind in families.items()}
+    page = (ROOT / "docs/howto/monitor.md").read_text()
+    rows = dict(re.findall(r"^\| `(serve_\w+)` \| (\w+)", page, re.MULTILINE))
+    assert rows == exposed
+    asked = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\b(serve_\w+)\b", page)}
+    assert asked == {*exposed}

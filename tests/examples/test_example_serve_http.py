@@ -197,8 +197,8 @@ def test_hundreds_of_requests_at_once_with_bad_ones_are_all_answered_right(folde
     )
     # more requests than batches: they were answered together
     assert float(numbers["serve_batch_instances_count"]) < seen.statuses[200] / 2
-    assert numbers['serve_requests_total{path="/predict",status="200"}'] == str(seen.statuses[200])
-    assert (numbers["serve_queue_instances"], numbers["serve_ready"]) == ("0", "1")
+    assert numbers['serve_requests_total{path="/predict",status="200"}'] == str(float(seen.statuses[200]))
+    assert (numbers["serve_queue_instances"], numbers["serve_ready"]) == ("0.0", "1.0")
     assert about["dense"] == [*small_model.DENSE] and about["limits"]["max_batch"] == 32
     assert {feature["name"]: feature["ids"] for feature in about["features"]} == {
         name: [0, rows] for name, rows in small_model.ROWS.items()
@@ -219,7 +219,7 @@ def test_a_signal_lets_it_answer_what_it_has_taken(folder: Path) -> None:
                 tasks = [asyncio.ensure_future(ask(session, user)) for user in range(5)]
                 while True:
                     async with session.get("/metrics") as response:
-                        if "serve_queue_instances 5\n" in await response.text():
+                        if "serve_queue_instances 5.0\n" in await response.text():
                             break
                 process.send_signal(signal.SIGTERM)
                 return await asyncio.gather(*tasks)
