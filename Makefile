@@ -6,7 +6,7 @@ JOBS ?= 2
 DATA ?=
 ARGS ?=
 PEER ?= .peer/bin/python
-EXTRAS ?= test,data,cpu,plan,migrate,serve,perf
+EXTRAS ?= test,data,cpu,plan,migrate,serve,perf,examples
 
 BIN := .venv/bin
 # pip tells what it fetches and how far it is; where torch is there already, what it would list is satisfied

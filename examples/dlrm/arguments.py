@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import partial
+from io import StringIO
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
 # model.py and training.py have what these are
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
-PIPELINES = ("none", "base", "sparse_dist", "prefetch")
-TIERS = ("none", "ram", "file")
+Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+Pipeline = Literal["none", "base", "sparse_dist", "prefetch"]
+Tier = Literal["none", "ram", "file"]
+OPTIMIZERS, PIPELINES = get_args(Optimizer), get_args(Pipeline)
 
 
 class BadArguments(SystemExit):
@@ -24,69 +30,148 @@ class BadArguments(SystemExit):
         self.message = message
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong once, not on every rank, and without the list of all options."""
+@dataclass(frozen=True)
+class Options:
+    """All options of a run, on the command line with dashes. The comment behind one is what `--help` says of it."""
 
-    def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{self.prog}: error: {message} (--help lists the options)", file=sys.stderr, flush=True)
-        raise BadArguments(f"{self.prog}: error: {message}")
+    config: Path | None = None  # read options from this TOML file; the command line wins over it
+    data: str = "clicks"  # 'clicks' (generated), or a MovieLens or Criteo folder
+    on_bad_row: Literal["raise", "skip"] = "raise"  # what to do with bad rows
+    epochs: int = 5  # the weights of the best one, by test NE, are what is left at the end
+    steps: int | None = None  # end each epoch after this many steps
+    patience: int | None = None  # end after so many epochs in a row without a better test NE
+    batch_size: int = 512  # samples of a step, all ranks together
+    dim: int = 32  # width of the embeddings
+    optimizer: Optimizer = "adagrad"  # of the tables and of the dense layers
+    lr: float = 0.02  # learning rate of both
+    seed: int = 0  # of the initial weights, and of generated clicks
+    device: Literal["cpu", "cuda"] | None = None  # cuda where torch finds one, if it is not given
+    pipeline: Pipeline = "none"  # overlaps steps, with the same results
+    tier: Tier = "none"  # where rows are that the device has no room for; same results
+    tier_slots: float = 0.25  # the share of each table's rows that the device has room for
+    tier_folder: Path = Path("runs/rows")  # of scratch files of --tier file
+    explain: bool = False  # print the whole plan and why it is so, instead of three lines
+    checkpoint_dir: Path | None = None  # save checkpoints there, at ends of epochs
+    checkpoint_every: int | None = None  # and after every so many steps
+    checkpoint_async: bool = False  # write checkpoints while training goes on
+    keep_last: int = 3  # checkpoints to keep
+    resume: bool = False  # go on from the last checkpoint, if there is one
+    overwrite: bool = False  # start anew where there are checkpoints, unless --resume is given
+    metrics: Path | None = None  # write metrics to this file, a JSON object a line
+    log_every: int = 50  # steps of a line of metrics
+    json: Path | None = None  # write configuration and results to this file
+    page: Path | None = None  # write the run as one page of HTML to this file
+    export: Path | None = None  # write the model, its tables int8, into this folder
 
 
-def parse(summary: str, argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(summary: str, argv: Sequence[str] | None) -> Options:
     """The arguments, checked as far as it goes without torch; the folders of files to be written are made.
 
     Raises:
-        SystemExit: something is wrong with them; stderr says what.
+        BadArguments: something is wrong with them; stderr says what.
     """
-    parser = Parser(
-        prog="train.py", description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("--data", default="clicks", help="'clicks' (generated), or a MovieLens or Criteo folder")
-    add("--on-bad-row", choices=("raise", "skip"), default="raise", help="what to do with bad rows")
-    add("--epochs", type=int, default=5, help="the weights of the best one, by test NE, are what is left at the end")
-    add("--steps", type=int, default=None, help="end each epoch after this many steps")
-    add("--patience", type=int, default=None, help="end after so many epochs in a row without a better test NE")
-    add("--batch-size", type=int, default=512, help="samples of a step, all ranks together")
-    add("--dim", type=int, default=32, help="width of the embeddings")
-    add("--optimizer", choices=OPTIMIZERS, default="adagrad")
-    add("--lr", type=float, default=0.02)
-    add("--seed", type=int, default=0, help="of the initial weights, and of generated clicks")
-    add("--device", choices=("cpu", "cuda"), default=None, help="cuda where torch finds one, if it is not given")
-    add("--pipeline", choices=PIPELINES, default="none", help="overlaps steps, with the same results")
-    add("--tier", choices=TIERS, default="none", help="where rows are that the device has no room for; same results")
-    add("--tier-slots", type=float, default=0.25, help="the share of each table's rows that the device has room for")
-    add("--tier-folder", type=Path, default=Path("runs/rows"), help="of scratch files of --tier file")
-    add("--explain", action="store_true", help="print the whole plan and why it is so, instead of three lines")
-    add("--checkpoint-dir", type=Path, default=None, help="save checkpoints there, at ends of epochs")
-    add("--checkpoint-every", type=int, default=None, help="and after every so many steps")
-    add("--checkpoint-async", action="store_true", help="write checkpoints while training goes on")
-    add("--keep-last", type=int, default=3, help="checkpoints to keep")
-    add("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
-    add("--overwrite", action="store_true", help="start anew where there are checkpoints, unless --resume is given")
-    add("--metrics", type=Path, default=None, help="write metrics to this file, a JSON object a line")
-    add("--log-every", type=int, default=50, help="steps of a line of metrics")
-    add("--json", type=Path, default=None, help="write configuration and results to this file")
-    add("--page", type=Path, default=None, help="write the run as one page of HTML to this file")
-    add("--export", type=Path, default=None, help="write the model, its tables int8, into this folder")
-    args = parser.parse_args(argv)
+    try:
+        options = read_command(summary, argv, Options())
+        if options.config is not None:
+            options = read_command(summary, argv, Options(**read_file(options.config)))
+        check(options)
+    except ValueError as error:
+        refuse(str(error))
+    except ModuleNotFoundError as error:
+        refuse(f'{error}, which reads the options: pip install ".[examples]" in a checkout of shardwise')
+    return options
+
+
+def refuse(message: str) -> NoReturn:
+    """Says what is wrong once, not on every rank, and without the list of all options."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"train.py: error: {message} (--help lists the options)", file=sys.stderr, flush=True)
+    raise BadArguments(f"train.py: error: {message}")
+
+
+def read_command(summary: str, argv: Sequence[str] | None, default: Options) -> Options:
+    """What the command line says, and of what it does not say the default."""
+    import tyro
+
+    read = partial(tyro.cli, Options, prog="train.py", description=summary, args=argv, default=default)
+    try:
+        with redirect_stderr(StringIO()):
+            return read()
+    except SystemExit as stop:
+        if stop.code != 2:
+            # --help
+            raise
+    raise ValueError(first_error(read))
+
+
+def first_error(read: Callable[[], object]) -> str:
+    """What is wrong with a command line, in a line: tyro tells it by a box of several and by nothing else."""
+    from unittest.mock import patch
+
+    box = StringIO()
+    # wide and plain
+    with patch.dict(os.environ, COLUMNS="9999"), redirect_stderr(box), redirect_stdout(box), suppress(SystemExit):
+        read()
+    lines = [line.strip() for line in box.getvalue().splitlines()]
+    # below the title, between rules: what is wrong, what is meant perhaps, where there is help
+    rules = [number for number, line in enumerate(lines) if line and not line.strip("-")]
+    if len(rules) < 2:
+        # drawn otherwise by another version
+        return " ".join(filter(None, lines))
+    wrong = " ".join(lines[rules[0] + 1 : rules[1]]).rstrip(".")
+    near = [line.split()[0].rstrip(",") for line in lines[rules[1] + 1 :] if re.match(r"--\w", line)]
+    return f"{wrong}; perhaps {near[0]} is meant" if near and "Perhaps you meant:" in lines else wrong
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The options of a TOML file, by name.
+
+    Raises:
+        ValueError: the file cannot be read, or has something that is no option or of another type.
+    """
+    import msgspec
+
+    try:
+        table = msgspec.toml.decode(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {path}: {error}") from None
+    kinds = get_type_hints(Options)
+    # a file that reads another one would say the half of what is set
+    del kinds["config"]
+    options: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in kinds:
+            near = get_close_matches(name, kinds, n=1)
+            raise ValueError(f"--config {path}: no option {key!r}{f', perhaps {near[0]!r} is meant' if near else ''}")
+        if name in options:
+            raise ValueError(f"--config {path}: {key!r} is there twice")
+        try:
+            options[name] = msgspec.convert(value, kinds[name], dec_hook=lambda kind, text: kind(text))
+        except msgspec.ValidationError as error:
+            raise ValueError(f"--config {path}: {key!r}: {error}, got {value!r}") from None
+    return options
+
+
+def check(options: Options) -> None:
+    """ValueError where an option has a value that cannot be, or one that another one does not go with."""
     for name in ("epochs", "steps", "patience", "batch_size", "dim", "checkpoint_every", "keep_last", "log_every"):
-        if getattr(args, name) is not None and getattr(args, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
-    if not (args.lr > 0 and math.isfinite(args.lr)):
-        parser.error(f"--lr must be positive and finite, got {args.lr}")
-    if not 0 < args.tier_slots <= 1:
-        parser.error(f"--tier-slots is a share of the rows, more than 0 and at most 1, got {args.tier_slots}")
+        if getattr(options, name) is not None and getattr(options, name) <= 0:
+            raise ValueError(f"{flag(name)} must be positive, got {getattr(options, name)}")
+    if not (options.lr > 0 and math.isfinite(options.lr)):
+        raise ValueError(f"--lr must be positive and finite, got {options.lr}")
+    if not 0 < options.tier_slots <= 1:
+        raise ValueError(f"--tier-slots is a share of the rows, more than 0 and at most 1, got {options.tier_slots}")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if args.batch_size % ranks:
-        near = args.batch_size + ranks - args.batch_size % ranks
-        parser.error(f"--batch-size {args.batch_size} cannot be shared equally by {ranks} ranks: pass {near}, say")
+    if options.batch_size % ranks:
+        near = options.batch_size + ranks - options.batch_size % ranks
+        shared = f"--batch-size {options.batch_size} cannot be shared equally by {ranks} ranks"
+        raise ValueError(f"{shared}: pass {near}, say")
     for name in ("checkpoint_every", "checkpoint_async", "resume", "overwrite"):
-        if getattr(args, name) and args.checkpoint_dir is None:
-            parser.error(f"--{name.replace('_', '-')} needs --checkpoint-dir")
+        if getattr(options, name) and options.checkpoint_dir is None:
+            raise ValueError(f"{flag(name)} needs --checkpoint-dir")
     for name in ("json", "metrics", "page", "checkpoint_dir", "export"):
-        path, option = getattr(args, name), f"--{name.replace('_', '-')}"
+        path: Path | None = getattr(options, name)
         if path is None:
             continue
         folder = path if name == "checkpoint_dir" else path.parent
@@ -94,9 +179,19 @@ def parse(summary: str, argv: Sequence[str] | None) -> argparse.Namespace:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            parser.error(f"{option} {path}: {error}")
+            raise ValueError(f"{flag(name)} {path}: {error}") from None
         if not os.access(folder, os.W_OK | os.X_OK):
-            parser.error(f"{option} {path}: {folder} cannot be written to")
+            raise ValueError(f"{flag(name)} {path}: {folder} cannot be written to")
         if path.is_dir() and name in ("json", "metrics", "page"):
-            parser.error(f"{option} {path} is a folder, name a file")
-    return args
+            raise ValueError(f"{flag(name)} {path} is a folder, name a file")
+
+
+def flag(name: str) -> str:
+    """An option as the command line has it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def as_text(options: Options) -> dict[str, Any]:
+    """Every option by its name, as JSON and TOML can hold it."""
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

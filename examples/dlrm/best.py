@@ -7,13 +7,13 @@ samples choose the epoch, so what it scores on them is a little better than on o
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from arguments import Options
 from torch import Tensor
 
 from shardwise import DistributedModelParallel, checkpoint
@@ -29,7 +29,7 @@ def best_epoch(epochs: Sequence[Mapping[str, float]]) -> int:
 class BestWeights:
     """Keeps the weights of the best epoch so far. All ranks call its methods together."""
 
-    def __init__(self, args: argparse.Namespace, model: DistributedModelParallel, source: Source) -> None:
+    def __init__(self, args: Options, model: DistributedModelParallel, source: Source) -> None:
         self._folder = None if args.checkpoint_dir is None else args.checkpoint_dir / "best"
         self._model, self._source, self._asynchronous = model, source, args.checkpoint_async
         self._copy: list[Tensor] = []

@@ -6,7 +6,6 @@ them once. Ranks of a machine share the work: each compiles other loops, and the
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from arguments import Options
 from model import OPTIMIZERS, build_dlrm
 
 from shardwise import KeyedJaggedTensor, apply_optimizer_in_backward
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 FEATURES = {"one": 8, "other": 8}
 
 
-def compile_loops(args: argparse.Namespace, device: torch.device) -> str:
+def compile_loops(args: Options, device: torch.device) -> str:
     """Have every loop that the run needs; all ranks call this together. What was done, in a sentence."""
     if not numba_loops.compiles():
         return f"loops: none, torch does the work; numba makes it faster: {how_to_install('cpu')}"
@@ -64,7 +64,7 @@ def _batch() -> KeyedJaggedTensor:
     return KeyedJaggedTensor(list(FEATURES), ids, lengths=lengths)
 
 
-def _train(args: argparse.Namespace) -> None:
+def _train(args: Options) -> None:
     """Lookups, their backward, and the update by the run's optimizer, on two small tables."""
     tables = build_dlrm(FEATURES, 2, args.dim, CPU).model.sparse_arch.embedding_bag_collection
     apply_optimizer_in_backward(OPTIMIZERS[args.optimizer][0], tables.parameters(), {"lr": args.lr})

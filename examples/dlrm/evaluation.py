@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from arguments import Options
 from serving import CPU, export, table_bytes
 from torch import Tensor, nn
 
@@ -43,9 +43,7 @@ def gather(part: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def evaluate_quantized(
-    args: argparse.Namespace, served: DLRMTrain, source: Source, share: dict[str, int]
-) -> dict[str, float]:
+def evaluate_quantized(args: Options, served: DLRMTrain, source: Source, share: dict[str, int]) -> dict[str, float]:
     """How the model `served`, its tables int8, does on the test samples; rank 0 exports it if that is asked for."""
     logits, labels = evaluate(served, read(source.evaluate(args.batch_size, **share)), CPU)
     before, after = 4 * args.dim * sum(source.feature_rows.values()), table_bytes(served)

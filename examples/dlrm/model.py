@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from arguments import Options
 
 from shardwise import (
     CombinedOptimizer,
@@ -61,7 +61,7 @@ def build_dlrm(feature_rows: Mapping[str, int], dense: int, dim: int, device: to
     )
 
 
-def build_model(source: Source, args: argparse.Namespace, device: torch.device) -> DistributedModelParallel:
+def build_model(source: Source, args: Options, device: torch.device) -> DistributedModelParallel:
     """The model, its tables where the best plan for this run's batches has them; all ranks call this together."""
     # Seeded weights on the CPU, the same on each rank: sharding keeps them, so the run does not depend on the number of
     # ranks. Tables too large for one process go on device="meta" instead, and each rank makes its own shards.
@@ -73,7 +73,7 @@ def build_model(source: Source, args: argparse.Namespace, device: torch.device) 
     return DistributedModelParallel(model, device=device, plan=make_plan(model, source, args, device))
 
 
-def make_plan(model: DLRMTrain, source: Source, args: argparse.Namespace, device: torch.device) -> ShardingPlan:
+def make_plan(model: DLRMTrain, source: Source, args: Options, device: torch.device) -> ShardingPlan:
     """The best plan for the batches of this run, on all ranks; without a plan there would be one for 512 samples a rank
     of one id for each feature."""
     tier = None
@@ -90,7 +90,7 @@ def make_plan(model: DLRMTrain, source: Source, args: argparse.Namespace, device
     return planner.collective_plan(model)
 
 
-def build_optimizer(model: DistributedModelParallel, args: argparse.Namespace) -> CombinedOptimizer:
+def build_optimizer(model: DistributedModelParallel, args: Options) -> CombinedOptimizer:
     """The tables' optimizer, which runs inside backward, and the dense layers' optimizer, as one."""
     _, dense_optimizer = OPTIMIZERS[args.optimizer]
     dense = KeyedOptimizerWrapper(

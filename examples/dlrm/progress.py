@@ -7,7 +7,6 @@ random state to keep; a model with dropout would keep `torch.get_rng_state()` of
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+from arguments import Options
 from torch import Tensor
 
 from shardwise import CombinedOptimizer, DistributedModelParallel, checkpoint
@@ -40,13 +40,14 @@ def seen_by_rank_0(look: Callable[[], T]) -> T:
     return cast(T, seen[0])
 
 
-def require_no_checkpoints(args: argparse.Namespace) -> None:
+def require_no_checkpoints(args: Options) -> None:
     """SystemExit on all ranks where there are some that the arguments neither resume nor give up."""
-    if args.checkpoint_dir is None or args.resume or args.overwrite:
+    folder = args.checkpoint_dir
+    if folder is None or args.resume or args.overwrite:
         return
-    if seen_by_rank_0(lambda: kept_checkpoints(args.checkpoint_dir)):
+    if seen_by_rank_0(lambda: kept_checkpoints(folder)):
         choices = "pass --resume, --overwrite or another --checkpoint-dir"
-        raise SystemExit(f"train.py: {args.checkpoint_dir} holds checkpoints: {choices}")
+        raise SystemExit(f"train.py: {folder} holds checkpoints: {choices}")
 
 
 @dataclass
@@ -126,7 +127,7 @@ class Checkpoints:
     """Saves to `--checkpoint-dir` and resumes from it; without that option does nothing."""
 
     def __init__(
-        self, args: argparse.Namespace, source: Source, model: DistributedModelParallel, optimizer: CombinedOptimizer
+        self, args: Options, source: Source, model: DistributedModelParallel, optimizer: CombinedOptimizer
     ) -> None:
         self._args = args
         self._source = source

@@ -15,16 +15,16 @@ prints their AUC with the tables quantized to int8. `--export DIR` writes that m
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import json
 import os
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from arguments import BadArguments, parse
+from arguments import BadArguments, Options, parse
 from terminal import Terminal
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None, logger: Logger | None = None) -> dic
             from shardwise import RankFailure
         started_here = not dist.is_initialized()
         with terminal.doing("waiting for all ranks"):
-            device = start(args)
+            args, device = start(args)
         # a process group that was there already knows better
         terminal.active = dist.get_rank() == 0
         try:
@@ -58,13 +58,16 @@ def main(argv: Sequence[str] | None = None, logger: Logger | None = None) -> dic
                 dist.destroy_process_group()
 
 
-def start(args: argparse.Namespace) -> torch.device:
-    """Joins the process group that torchrun describes, or makes one of this process alone; this rank's device."""
+def start(args: Options) -> tuple[Options, torch.device]:
+    """Joins the process group that torchrun describes, or makes one of this process alone.
+
+    Returns the options with the kind of device that is chosen where none is given, and this rank's device.
+    """
     import torch
     import torch.distributed as dist
 
     if args.device is None:
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+        args = replace(args, device="cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("train.py: --device cuda: torch finds no CUDA device here, pass --device cpu")
     device = torch.device("cpu" if args.device == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
@@ -76,7 +79,7 @@ def start(args: argparse.Namespace) -> torch.device:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return device
+    return args, device
 
 
 def command() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -10,11 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from arguments import Options, as_text
 from best import BestWeights, best_epoch
 from compiling import compile_loops
 from evaluation import evaluate, evaluate_quantized, read
@@ -58,7 +57,7 @@ WARM_UP_STEPS = 5
 class Job:
     """What the parts of a run share."""
 
-    args: argparse.Namespace
+    args: Options
     device: torch.device
     source: Source
     model: DistributedModelParallel
@@ -72,7 +71,7 @@ class Job:
         return {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
 
 
-def run(args: argparse.Namespace, device: torch.device, logger: Logger | None, terminal: Terminal) -> dict[str, Any]:
+def run(args: Options, device: torch.device, logger: Logger | None, terminal: Terminal) -> dict[str, Any]:
     """Trains as the arguments say, on all ranks together; what `--json` writes."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if args.export is not None:
@@ -112,7 +111,7 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None, t
         terminal.say(f"the weights of epoch {chosen + 1} were not kept: what follows is of the last one")
         chosen = len(epochs) - 1
     result: dict[str, Any] = {
-        "config": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+        "config": as_text(args),
         "world_size": world_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "versions": {
@@ -154,7 +153,7 @@ def run(args: argparse.Namespace, device: torch.device, logger: Logger | None, t
     return result
 
 
-def open_source(args: argparse.Namespace) -> Source:
+def open_source(args: Options) -> Source:
     if args.data == "clicks":
         return Clicks(args.seed)
     try:
@@ -225,7 +224,7 @@ def train(job: Job, best: BestWeights, logger: Logger | None) -> Progress:
     return progress
 
 
-def _out_of_patience(args: argparse.Namespace, progress: Progress) -> bool:
+def _out_of_patience(args: Options, progress: Progress) -> bool:
     if args.patience is None or not progress.epochs:
         return False
     return progress.epoch - 1 - best_epoch(progress.epochs) >= args.patience

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -11,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from arguments import Options
 
 from shardwise.data import Batch
 from shardwise.planner.plan.files import table_to
@@ -31,7 +32,7 @@ class Step:
 
 
 def next_steps(
-    args: argparse.Namespace, world_size: int, best: Path | None, request: Mapping[str, Any], tables: Path | None
+    args: Options, world_size: int, best: Path | None, request: Mapping[str, Any], tables: Path | None
 ) -> list[Step]:
     """What the files of this run allow: `best` is the checkpoint of the best epoch, `tables` the file of tables."""
     python = _program(sys.executable)
@@ -82,7 +83,7 @@ def write_tables(planned: Planned, path: Path) -> None:
     path.write_text(json.dumps({"tables": tables}, indent=1) + "\n", encoding="utf-8")
 
 
-def _resumed(args: argparse.Namespace, world_size: int) -> str:
+def _resumed(args: Options, world_size: int) -> str:
     """The command that this process was started by, to go on."""
     argv: list[str] = []
     for part in sys.argv[1:]:
