@@ -17,6 +17,7 @@ from .dlrm_interactions import (
 from .lazy import LazyModuleExtensionMixin, lazy_apply
 from .metrics import auc, log_loss, normalized_entropy
 from .mlp import MLP, Perceptron, SwishLayerNorm
+from .streaming import MetricWindow, StreamingAUC, StreamingMetric, StreamingNE
 from .transformer import DLRM_Transformer, InteractionTransformerArch
 
 __all__ = [
@@ -39,11 +40,15 @@ __all__ = [
     "LazyModuleExtensionMixin",
     "LowRankCrossNet",
     "LowRankMixtureCrossNet",
+    "MetricWindow",
     "OverArch",
     "Perceptron",
     "SimpleDeepFMNN",
     "SimpleDeepFMNNWrapper",
     "SparseArch",
+    "StreamingAUC",
+    "StreamingMetric",
+    "StreamingNE",
     "SwishLayerNorm",
     "VectorCrossNet",
     "auc",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .comms.awaitable import Awaitable, LazyAwaitable, NoWait
     from .comms.env import ShardingEnv, ShardingEnv2D, ShardingStrategy
     from .comms.failures import RankFailure
+    from .comms.metrics import reduce_metrics
     from .comms.qcomms import (
         CommOp,
         CommType,
@@ -178,6 +179,7 @@ __all__ = [
     "grid_shard",
     "placement",
     "placement_helper",
+    "reduce_metrics",
     "row_wise",
     "shard",
     "shard_modules",
@@ -267,6 +269,7 @@ _HOME = {
     "grid_shard": "modules.generators",
     "placement": "modules.generators",
     "placement_helper": "modules.generators",
+    "reduce_metrics": "comms.metrics",
     "row_wise": "modules.generators",
     "shard": "dmp.composable",
     "shard_modules": "dmp.composable",

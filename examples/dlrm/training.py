@@ -39,7 +39,6 @@ from shardwise import (
 )
 from shardwise.data import Batch, Clicks, Source, open_folder
 from shardwise.inference.folder import require_free
-from shardwise.models import auc, normalized_entropy
 from shardwise.planner.plan.planned import Planned
 
 # name -> what trains on a stream of batches; None is the plain loop
@@ -197,13 +196,13 @@ def train(job: Job, best: BestWeights, logger: Logger | None) -> Progress:
                 short = f"the training samples of {args.data} do not fill a batch of {args.batch_size}"
                 raise SystemExit(f"train.py: {short}")
             bar.phase(f"epoch {progress.epoch + 1}/{args.epochs}, testing")
-            logits, labels = evaluate(model, read(source.evaluate(args.batch_size, **job.share)), job.device)
+            scores = evaluate(model, read(source.evaluate(args.batch_size, **job.share)), job.device)
             done = {
                 "epoch": progress.epoch + 1,
                 "steps": progress.epoch_step,
                 "train_loss": progress.epoch_loss / progress.epoch_step,
-                "test_auc": auc(logits, labels),
-                "test_ne": normalized_entropy(logits, labels),
+                "test_auc": scores.auc,
+                "test_ne": scores.ne,
                 "samples_per_s": progress.samples_per_s(args.batch_size),
                 "seconds": progress.seconds,
             }

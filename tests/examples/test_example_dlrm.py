@@ -174,10 +174,11 @@ def train_with_twin() -> tuple[float, float, float]:
             its_loss.backward()
             its_optimizer.step()
         apart = max(apart, abs(float(loss - other)))
-    logits, labels = training.evaluate(dmp, source.evaluate(args.batch_size), device)
+    scores = training.evaluate(dmp, source.evaluate(args.batch_size), device)
     with torch.no_grad():
         others = torch.cat([twin(batch) for batch in source.evaluate(args.batch_size)])
-    return auc(logits, labels), auc(others, labels), apart
+    labels = torch.cat([batch.labels for batch in source.evaluate(args.batch_size)])
+    return scores.auc, auc(others, labels), apart
 
 
 @pytest.mark.ranks
