@@ -10,21 +10,21 @@ import ctypes
 import hashlib
 import json
 import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
-import safetensors
 import torch
 from torch import Tensor
 
 from shardwise.planner.layout import Span
 from shardwise.sharding.engine.state import Box
-from shardwise.untrusted import open_regular, parse_json, require_regular
+from shardwise.untrusted import parse_json
 
 from .errors import CheckpointDamaged
 from .manifest import FileFacts, Manifest, Stored, dtype_name, sizes
+from .storage import Files, Place, StoreError, files_in, storage_of
+
+T = TypeVar("T")
 
 # the most that is copied, read or hashed at a time
 BLOCK_BYTES = 16 * 2**20
@@ -37,7 +37,7 @@ _CODES = {
 }  # fmt: skip
 
 
-def write_tensors(path: Path, tensors: Sequence[tuple[Stored, Tensor]]) -> FileFacts:
+def write_tensors(path: Place, tensors: Sequence[tuple[Stored, Tensor]]) -> FileFacts:
     """Write a file of tensors, from any device, and see it onto the disk; its size and checksum.
 
     Raises:
@@ -47,13 +47,15 @@ def write_tensors(path: Path, tensors: Sequence[tuple[Stored, Tensor]]) -> FileF
     return write_streams(path, [(stored, [tensor]) for stored, tensor in tensors])
 
 
-def write_streams(path: Path, tensors: Sequence[tuple[Stored, Iterable[Tensor]]]) -> FileFacts:
+def write_streams(path: Place, tensors: Sequence[tuple[Stored, Iterable[Tensor]]]) -> FileFacts:
     """As `write_tensors`, of tensors that come in blocks of their rows. Raises as that does."""
     return write_named(path, [(stored.key, stored, blocks) for stored, blocks in tensors])
 
 
-def write_named(path: Path, tensors: Sequence[tuple[str, Stored, Iterable[Tensor]]]) -> FileFacts:
-    """As `write_streams`, under other names. Raises as that does."""
+def write_named(
+    path: Place, tensors: Sequence[tuple[str, Stored, Iterable[Tensor]]], *, replace: bool = False
+) -> FileFacts:
+    """As `write_streams`, under other names; with `replace` over a file that is there. Raises as that does."""
     header, at = {}, 0
     for name, stored, _ in tensors:
         if stored.dtype not in _CODES:
@@ -67,7 +69,8 @@ def write_named(path: Path, tensors: Sequence[tuple[str, Stored, Iterable[Tensor
     # tensors begin at a multiple of 8 bytes, as in the library
     text += b" " * (-len(text) % 8)
     checksum, size = hashlib.sha256(), 0
-    with open(path, "xb", buffering=0) as file:
+    storage = storage_of(path)
+    with (storage.replace if replace else storage.create)(path, 8 + len(text) + at) as file:
         for block in (len(text).to_bytes(8, "little"), text):
             size += write_all(file, block)
             checksum.update(block)
@@ -76,7 +79,6 @@ def write_named(path: Path, tensors: Sequence[tuple[str, Stored, Iterable[Tensor
                 for bytes_of_block in blocks_of(tensor):
                     size += write_all(file, bytes_of_block)
                     checksum.update(bytes_of_block)
-        os.fsync(file.fileno())
     assert size == 8 + len(text) + at
     return FileFacts(path.name, size, checksum.hexdigest())
 
@@ -118,15 +120,15 @@ def row_blocks(rows: Span, row_bytes: int) -> Iterator[Span]:
 class TensorFiles:
     """The files of a checkpoint, opened as they are needed, each checked against the manifest before."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._path, self._manifest = path, manifest
+    def __init__(self, path: Place | Files, manifest: Manifest) -> None:
+        self._files, self._manifest = files_in(path), manifest
         self._facts = {facts.name: facts for facts in manifest.files}
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, _Mapped | _Ranges] = {}
 
     def blocks(self, stored: Stored, box: Box) -> Iterator[tuple[Box, Tensor]]:
         """The cells of `box` (of the tensor itself) with their place in it, at most `BLOCK_BYTES` at a time."""
         if not box:
-            yield box, self._file(stored.file).get_tensor(stored.key)
+            yield box, self._file(stored.file).whole(stored)
             return
         row_bytes = math.prod(high - low for low, high in box[1:]) * stored.dtype.itemsize
         for rows in row_blocks(box[0], row_bytes):
@@ -135,12 +137,13 @@ class TensorFiles:
 
     def read(self, stored: Stored, box: Box) -> Tensor:
         """The cells of one box."""
-        return self._file(stored.file).get_slice(stored.key)[tuple(slice(*span) for span in box)]  # type: ignore[no-any-return]
+        return self._file(stored.file).read(stored, box)
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> _Mapped | _Ranges:
         if name not in self._open:
-            check_header(self._path, self._facts[name], self._manifest.by_file[name])
-            self._open[name] = safetensors.safe_open(self._path / name, framework="pt", device="cpu")
+            begins = check_header(self._files, self._facts[name], self._manifest.by_file[name])
+            mapped = self._files.map(name)
+            self._open[name] = _Ranges(self._files, name, begins) if mapped is None else _Mapped(mapped)
         return self._open[name]
 
     def close(self) -> None:
@@ -148,15 +151,61 @@ class TensorFiles:
         self._open.clear()
 
 
-def check_header(path: Path, facts: FileFacts, tensors: Sequence[Stored]) -> None:
+class _Mapped:
+    """A file of this machine, in memory as far as it is read."""
+
+    def __init__(self, mapped: Any) -> None:
+        self._mapped = mapped
+
+    def whole(self, stored: Stored) -> Tensor:
+        """A tensor."""
+        return self._mapped.get_tensor(stored.key)  # type: ignore[no-any-return]
+
+    def read(self, stored: Stored, box: Box) -> Tensor:
+        """The cells of one box."""
+        return self._mapped.get_slice(stored.key)[tuple(slice(*span) for span in box)]  # type: ignore[no-any-return]
+
+
+class _Ranges:
+    """A file that is read by ranges: those of the rows that are wanted, and of them all columns."""
+
+    def __init__(self, files: Files, name: str, begins: Mapping[str, int]) -> None:
+        self._files, self._name, self._begins = files, name, begins
+
+    def whole(self, stored: Stored) -> Tensor:
+        """A tensor."""
+        return self._flat(stored, 0, math.prod(stored.shape)).view(stored.shape)
+
+    def read(self, stored: Stored, box: Box) -> Tensor:
+        """The cells of one box; of its rows as many at a time as make a block."""
+        below, width = stored.shape[1:], math.prod(stored.shape[1:])
+        cells = torch.empty([high - low for low, high in box], dtype=stored.dtype, device="cpu")
+        inside = tuple(slice(*span) for span in box[1:])
+        for low, high in row_blocks(box[0], width * stored.dtype.itemsize):
+            rows = self._flat(stored, low * width, high * width).view(high - low, *below)
+            cells[low - box[0][0] : high - box[0][0]] = rows[(slice(None), *inside)]
+        return cells
+
+    def _flat(self, stored: Stored, begin: int, end: int) -> Tensor:
+        size, at = stored.dtype.itemsize, self._begins[stored.key]
+        if begin == end:
+            return torch.empty(0, dtype=stored.dtype, device="cpu")
+        data = bytearray(self._files.range(self._name, at + begin * size, at + end * size))
+        return torch.frombuffer(data, dtype=torch.uint8).view(stored.dtype)
+
+
+def check_header(path: Place | Files, facts: FileFacts, tensors: Sequence[Stored]) -> dict[str, int]:
     """Check that a file is regular, has its size, and that its header says what the manifest says. Reads no tensor.
+
+    Where each tensor begins in the file, by its key.
 
     Raises:
         CheckpointDamaged: it does not; names the file.
     """
-    file = path / facts.name
-    check_size(path, facts)
-    with _opened(file) as opened:
+    files = files_in(path)
+    file = files.path / facts.name
+    check_size(files, facts)
+    with _or_damaged(files, facts.name, files.open) as opened:
         length = int.from_bytes(opened.read(8), "little")
         if facts.bytes < 8 or length > min(facts.bytes - 8, _MAX_HEADER):
             raise CheckpointDamaged(f"{file}: its header would be {length} bytes long, the file has {facts.bytes}")
@@ -193,41 +242,43 @@ def check_header(path: Path, facts: FileFacts, tensors: Sequence[Stored]) -> Non
         at = high
     if 8 + length + at != facts.bytes:
         raise CheckpointDamaged(f"{file}: its tensors need {8 + length + at} bytes, the file has {facts.bytes}")
+    return {tensor.key: 8 + length + low for tensor, (low, _) in zip(tensors, spans, strict=True)}
 
 
-def _opened(file: Path) -> BinaryIO:
-    """CheckpointDamaged where it is no regular file, or cannot be read."""
+def _or_damaged(files: Files, name: str, ask: Callable[[str], T]) -> T:
+    """CheckpointDamaged where it is no regular file, or cannot be read; not where a store cannot be asked."""
     try:
-        return open_regular(file, follow=False)
+        return ask(name)
+    except StoreError:
+        raise
     except OSError as error:
-        raise CheckpointDamaged(f"{file}: {error.strerror or error}") from error
+        raise CheckpointDamaged(f"{files.path / name}: {error.strerror or error}") from error
 
 
-def check_size(path: Path, facts: FileFacts) -> None:
+def check_size(path: Place | Files, facts: FileFacts) -> None:
     """Check that a file is a regular one and has its size.
 
     Raises:
         CheckpointDamaged: it does not; names the file.
     """
-    file = path / facts.name
-    try:
-        status = require_regular(file, follow=False)
-    except OSError as error:
-        raise CheckpointDamaged(f"{file}: {error.strerror or error}") from error
-    if status.st_size != facts.bytes:
-        raise CheckpointDamaged(f"{file} has {status.st_size} bytes, it was saved with {facts.bytes}")
+    files = files_in(path)
+    size = _or_damaged(files, facts.name, files.size)
+    if size != facts.bytes:
+        raise CheckpointDamaged(f"{files.path / facts.name} has {size} bytes, it was saved with {facts.bytes}")
 
 
-def check_checksum(path: Path, facts: FileFacts) -> None:
+def check_checksum(path: Place | Files, facts: FileFacts) -> None:
     """Check that a file has the bytes that were written.
 
     Raises:
         CheckpointDamaged: it has others; names the file.
     """
-    check_size(path, facts)
-    checksum, file = hashlib.sha256(), path / facts.name
-    with _opened(file) as opened:
+    files = files_in(path)
+    check_size(files, facts)
+    checksum = hashlib.sha256()
+    with _or_damaged(files, facts.name, files.open) as opened:
         while block := opened.read(BLOCK_BYTES):
             checksum.update(block)
     if checksum.hexdigest() != facts.sha256:
+        file = files.path / facts.name
         raise CheckpointDamaged(f"{file} has other bytes than were saved: sha256 {checksum.hexdigest()}")

@@ -1,8 +1,9 @@
 """A folder of checkpoints: which steps it has, which are good, and how a new one comes to be there all at once.
 
-A save lies in `.saving-<token>/data` until it is whole, and is then renamed. Its ranks tell each other how far they are
-by small files beside `data`, never by a collective: they may be threads while the main threads train. Who lives holds
-a lock on a file, which the kernel lets go when the process dies.
+What follows is of folders on this machine; `object_saves.py` has what is different in a store. A save lies in
+`.saving-<token>/data` until it is whole, and is then renamed. Its ranks tell each other how far they are by small files
+beside `data`, never by a collective: they may be threads while the main threads train. Who lives holds a lock on a
+file, which the kernel lets go when the process dies.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import secrets
 import shutil
 import socket
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import torch.distributed as dist
 
 from shardwise.sharding.comms.failures import RankFailure
 from shardwise.untrusted import require_regular
@@ -27,8 +29,9 @@ from shardwise.untrusted import require_regular
 from .errors import ERRORS, CheckpointDamaged
 from .files import check_checksum, check_header, check_size
 from .manifest import NAME, STEP, Manifest, read_with_notes, to_bytes
+from .storage import REMOVING, Place, files_in, locate, storage_of, sync_folder
 
-_SAVING, _REMOVING, _LOCK = ".saving-", ".removing-", ".lock"
+_SAVING, _LOCK = ".saving-", ".lock"
 # how often a rank looks how far the others are
 _POLL_SECONDS = 0.01
 # how long rank 0 waits for others to see that a save is done; what stays is removed by the next
@@ -37,23 +40,38 @@ _LEAVE_SECONDS = 10.0
 _HOLDER_BYTES = 200
 
 
-def steps(folder: str | os.PathLike[str]) -> list[Path]:
-    """The step folders, oldest first, good or not; none if there is no such folder."""
-    numbered = [(int(match[1]), int(match[2] or 0), path) for match, path in _entries(Path(folder), STEP)]
-    return [path for _, _, path in sorted(numbered)]
+def steps(folder: str | os.PathLike[str]) -> list[Path | Any]:
+    """The step folders, oldest first, good or not; none if there is no such folder. In a store those with a manifest.
+
+    They are Paths, or for a folder with a scheme `Url`s, which have a `name` and are taken wherever a path is.
+
+    Raises:
+        OSError: a store cannot be asked.
+    """
+    place = locate(folder)
+    named = [(STEP.fullmatch(name), name) for name in storage_of(place).step_names(place, NAME)]
+    numbered = [(int(match[1]), int(match[2] or 0), name) for match, name in named if match is not None]
+    return [place / name for _, _, name in sorted(numbered)]
 
 
-def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest good checkpoint: its manifest can be read, and its files have their sizes. None if there is none."""
+def latest(folder: str | os.PathLike[str]) -> Path | Any | None:
+    """The newest good checkpoint: its manifest can be read, and its files have their sizes. None if there is none.
+
+    A Path, or for a folder with a scheme a `Url`.
+
+    Raises:
+        OSError: a store cannot be asked; nothing is passed over then.
+    """
     return next((path for path in reversed(steps(folder)) if is_complete(path)), None)
 
 
-def is_complete(path: Path) -> bool:
+def is_complete(path: Place) -> bool:
     """Whether all files of a checkpoint are there in their sizes; `verify` looks closer."""
     try:
         manifest, _ = read_with_notes(path)
+        files = files_in(path)
         for facts in manifest.files:
-            check_size(path, facts)
+            check_size(files, facts)
     except (CheckpointDamaged, FileNotFoundError):
         return False
     return True
@@ -64,34 +82,26 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
     A manifest without a checksum of its own, as they were written at first, is loaded, and named here.
     """
-    path = Path(path)
+    place = locate(path)
     try:
-        manifest, unchecked = read_with_notes(path)
+        manifest, unchecked = read_with_notes(place)
     except (CheckpointDamaged, FileNotFoundError) as error:
         return [str(error)]
-    faults = [unchecked] if unchecked else []
+    faults, files = [unchecked] if unchecked else [], files_in(place)
     for facts in manifest.files:
         try:
-            check_checksum(path, facts)
-            check_header(path, facts, manifest.by_file[facts.name])
+            check_checksum(files, facts)
+            check_header(files, facts, manifest.by_file[facts.name])
         except CheckpointDamaged as error:
             faults.append(str(error))
     return faults
 
 
-def step_of(path: Path) -> int:
+def step_of(path: Place) -> int:
     """The step in the name of a step folder."""
     match = STEP.fullmatch(path.name)
     assert match is not None
     return int(match[1])
-
-
-def _entries(folder: Path, pattern: re.Pattern[str]) -> list[tuple[re.Match[str], Path]]:
-    if not folder.is_dir():
-        return []
-    named = [(pattern.fullmatch(entry.name), Path(entry.path)) for entry in os.scandir(folder)]
-    # not asked of the entry, which raises for a link that leads to itself
-    return [(match, path) for match, path in named if match is not None and os.path.isdir(path)]
 
 
 class FolderLock:
@@ -137,16 +147,27 @@ class Attempt:
     Rank 0 begins it with `begin`, and tells the others `token` and the name of the step folder, who `join`.
     """
 
-    def __init__(self, folder: Path, token: str, name: str, *, rank: int, world_size: int) -> None:
+    _poll_seconds = _POLL_SECONDS
+
+    def __init__(
+        self,
+        folder: Any,
+        token: str,
+        name: str,
+        *,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.folder, self.token, self.target = folder, token, folder / name
-        self.rank, self.world_size = rank, world_size
-        self._place = folder / f"{_SAVING}{token}"
-        self.data = self._place / "data"
+        self.rank, self.world_size, self.group = rank, world_size, group
+        # where this save's files are written
+        self.data: Any = folder / f"{_SAVING}{token}" / "data"
         self._lock: FolderLock | None = None
         self._alive: BinaryIO | None = None
 
-    @staticmethod
-    def begin(folder: Path, step: int, *, world_size: int) -> Attempt:
+    @classmethod
+    def begin(cls, folder: Any, step: int, *, world_size: int, group: dist.ProcessGroup | None = None) -> Attempt:
         """On rank 0: take the folder, clear what dead saves left there, and make room for this one.
 
         Raises:
@@ -156,11 +177,8 @@ class Attempt:
         lock = FolderLock(folder)
         try:
             clear_leftovers(folder)
-            there = [path.name for path in steps(folder) if step_of(path) == step]
-            # a step that is saved again stands beside the old one, until that goes
-            again = 1 + max([int(name.partition(".")[2] or 0) for name in there], default=-1)
-            name = f"step-{step:012d}" + (f".{again}" if again else "")
-            attempt = Attempt(folder, secrets.token_hex(8), name, rank=0, world_size=world_size)
+            name = next_name([path.name for path in steps(folder)], step)
+            attempt = cls(folder, secrets.token_hex(8), name, rank=0, world_size=world_size, group=group)
             attempt.data.mkdir(parents=True)
         except BaseException:
             lock.release()
@@ -175,11 +193,15 @@ class Attempt:
 
     def report(self, message: dict[str, Any]) -> None:
         """Tell rank 0 that this rank's part is on the disk."""
-        _write_whole(self._signal(self.rank, "json"), json.dumps(message).encode())
+        self._say("json", json.dumps(message).encode())
 
     def fail(self, error: Exception) -> None:
         """Tell the others that this rank cannot go on."""
-        _write_whole(self._signal(self.rank, "failed"), ERRORS.encode(error))
+        self._say("failed", ERRORS.encode(error))
+
+    def drop(self, name: str) -> None:
+        """Remove a file of this rank: the room is needed to say that it failed."""
+        (self.data / name).unlink(missing_ok=True)
 
     def settle(self, compose: Callable[[list[dict[str, Any]]], Manifest], keep_last: int | None) -> None:
         """Wait until all ranks have reported; rank 0 then composes the manifest of it all and commits.
@@ -189,24 +211,24 @@ class Attempt:
             Exception: what a rank failed with.
         """
         if self.rank:
-            while not self._signal(0, "done").exists():
+            while not self._has_said(0, "done"):
                 self._raise_failures()
-                time.sleep(_POLL_SECONDS)
+                time.sleep(self._poll_seconds)
             return
-        while not all(self._signal(rank, "json").exists() for rank in range(self.world_size)):
+        while not all(self._has_said(rank, "json") for rank in range(self.world_size)):
             self._raise_failures()
-            time.sleep(_POLL_SECONDS)
-        messages = [json.loads(self._signal(rank, "json").read_bytes()) for rank in range(self.world_size)]
+            time.sleep(self._poll_seconds)
+        messages = [json.loads(self._said(rank, "json")) for rank in range(self.world_size)]
         self._commit(compose(messages))
         keep(self.folder, self.target, keep_last)
-        _write_whole(self._signal(0, "done"), b"")
+        self._say("done", b"")
 
     def leave(self) -> None:
         """Let everything go; rank 0 removes what lies beside a checkpoint that is done, or half of one that failed."""
         if self._lock is not None:
             shutil.rmtree(self.data, ignore_errors=True)
-            if self._signal(0, "done").exists() and self._others_left():
-                shutil.rmtree(self._place, ignore_errors=True)
+            if self._has_said(0, "done") and self._others_left():
+                shutil.rmtree(self.data.parent, ignore_errors=True)
             self._lock.release()
         if self._alive is not None:
             # a process forked meanwhile, of a data loader say, has the file open as well
@@ -219,7 +241,7 @@ class Attempt:
         while any(self._is_alive(rank) for rank in range(1, self.world_size)):
             if time.monotonic() > end:
                 return False
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._poll_seconds)
         return True
 
     def _commit(self, manifest: Manifest) -> None:
@@ -233,8 +255,8 @@ class Attempt:
 
     def failure_of_others(self) -> Exception | None:
         """The error that another rank reported by `fail`, if one did."""
-        failed = {rank: self._signal(rank, "failed") for rank in range(self.world_size) if rank != self.rank}
-        return next((ERRORS.decode(file.read_bytes(), rank) for rank, file in failed.items() if file.exists()), None)
+        failed = (rank for rank in range(self.world_size) if rank != self.rank and self._has_said(rank, "failed"))
+        return next((ERRORS.decode(self._said(rank, "failed"), rank) for rank in failed), None)
 
     def _raise_failures(self) -> None:
         failure = self.failure_of_others()
@@ -242,13 +264,13 @@ class Attempt:
             raise failure
         for rank in range(self.world_size):
             # who reported may be gone, but for rank 0, which commits
-            if rank != self.rank and (rank == 0 or not self._signal(rank, "json").exists()):
+            if rank != self.rank and (rank == 0 or not self._has_said(rank, "json")):
                 self._raise_if_dead(rank)
 
     def _raise_if_dead(self, rank: int) -> None:
         # it may have reported between our looks
         if self._is_alive(rank) or any(
-            self._signal(rank, end).exists() for end in ("failed", "done" if rank == 0 else "json")
+            self._has_said(rank, end) for end in ("failed", "done" if rank == 0 else "json")
         ):
             return
         raise RankFailure(f"rank {rank} died in the save of {self.target}; older checkpoints are untouched", [rank])
@@ -263,11 +285,30 @@ class Attempt:
             pass
         return False
 
+    def _say(self, what: str, data: bytes) -> None:
+        """Let the other ranks know."""
+        _write_whole(self._signal(self.rank, what), data)
+
+    def _has_said(self, rank: int, what: str) -> bool:
+        return self._signal(rank, what).exists()
+
+    def _said(self, rank: int, what: str) -> bytes:
+        return self._signal(rank, what).read_bytes()
+
     def _signal(self, rank: int, what: str) -> Path:
-        return self._place / f"rank-{rank:05d}.{what}"
+        signal: Path = self.data.parent / f"rank-{rank:05d}.{what}"
+        return signal
 
 
-def keep(folder: Path, saved: Path, keep_last: int | None) -> None:
+def next_name(present: Sequence[str], step: int, *, beyond: int = 0) -> str:
+    """The name of a step that is saved, perhaps once more: beside the old one, until that goes."""
+    named = (STEP.fullmatch(name) for name in present)
+    again = [int(match[2] or 0) for match in named if match is not None and int(match[1]) == step]
+    number = 1 + max(again, default=-1) + beyond
+    return f"step-{step:012d}" + (f".{number}" if number else "")
+
+
+def keep(folder: Place, saved: Place, keep_last: int | None) -> None:
     """Remove checkpoints older than the newest `keep_last` good ones, never `saved`, and older forms of its step.
 
     What cannot be removed stays, with a warning: the new one is there.
@@ -281,32 +322,29 @@ def keep(folder: Path, saved: Path, keep_last: int | None) -> None:
         gone += [p for p in others if p not in kept and (step_of(p) < oldest or is_complete(p))]
     for path in gone:
         try:
-            remove(path)
+            storage_of(path).remove(path, NAME)
         except OSError as error:
             warnings.warn(f"{path} is no longer wanted and cannot be removed: {error}", stacklevel=2)
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint: at once for all who look, then from the disk."""
-    hidden = path.parent / f"{_REMOVING}{secrets.token_hex(8)}"
-    os.rename(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint, good or not: at once for all who look, then its bytes.
+
+    Raises:
+        FileNotFoundError: there is none: nothing with a manifest, nor with the name of a step.
+        OSError: it cannot be removed.
+    """
+    place = locate(path)
+    if STEP.fullmatch(place.name) is None:
+        files_in(place).size(NAME)
+    storage_of(place).remove(place, NAME)
 
 
 def clear_leftovers(folder: Path) -> None:
     """Remove what dead saves left; who calls this holds the lock, so none is alive."""
     for entry in os.scandir(folder):
-        if entry.name.startswith((_SAVING, _REMOVING)) and entry.is_dir(follow_symlinks=False):
+        if entry.name.startswith((_SAVING, REMOVING)) and entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """See the names in a folder onto the disk."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _write_whole(path: Path, data: bytes) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +23,9 @@ from shardwise.sharding.engine.state import Box, overlap, part_of
 from .compare import Matched, compare
 from .contents import Cells, Contents, Home, Leaf, contents_of, link_of
 from .errors import STRICT, Link, LoadPolicy, Report, agree, mismatch
-from .files import TensorFiles, check_checksum, check_header
+from .files import TensorFiles, check_checksum, check_header, check_size
 from .manifest import WEIGHT, Manifest, Stored, read_manifest
+from .storage import Files, files_in, locate
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def load(
     block of a tensor besides what it fills.
 
     Args:
-        path: the step folder; `latest(folder)` finds the newest.
+        path: the step folder, which may have a scheme; `latest(folder)` finds the newest.
         model, optimizer: as for `save`. Without an optimizer states of dense layers are left aside.
         policy: what to do where checkpoint and model differ; by default raise.
         resplit: "mean" gives a column block whose rows have no number of their own in the checkpoint (of a rule that
@@ -80,20 +80,22 @@ def load(
         CheckpointMismatch: checkpoint and model differ in what the policy does not allow; has the whole report.
         ValueError: an optimizer state is not finite, or states per row would have to be split without `resplit`.
         FileNotFoundError: there is no finished checkpoint.
+        OSError: a store cannot be asked.
         All ranks raise, and nothing was changed.
     """
-    path, link = Path(path), link_of(model)
+    link = link_of(model)
 
     def prepare() -> tuple[tuple[Callable[[], None], Manifest, Report], int]:
         if resplit not in (None, "mean"):
             raise ValueError(f"resplit must be 'mean' or None, got {resplit!r}")
+        found = files_in(locate(path))
         manifest = read_manifest(path)
         contents = contents_of(model, optimizer, link)
         matched, report = compare(manifest, contents, policy, with_optimizer=optimizer is not None)
         if report.refused_by(policy):
             raise mismatch(report, policy, str(path))
-        check_files(path, manifest, link, checksums=verify)
-        files = TensorFiles(path, manifest)
+        check_files(found, manifest, link, checksums=verify)
+        files = TensorFiles(found, manifest)
         work = _Work(manifest, contents, matched, files, resplit)
         work.check()
 
@@ -117,16 +119,22 @@ def load(
     return Loaded(manifest.step, manifest.extra, report)
 
 
-def check_files(path: Path, manifest: Manifest, link: Link, *, checksums: bool) -> None:
+def check_files(files: Files, manifest: Manifest, link: Link, *, checksums: bool) -> None:
     """Check the files, each on one rank; that they are there in their size on all.
+
+    Headers are looked at by all ranks where that costs nothing, and again by who reads of a file.
 
     Raises:
         CheckpointDamaged: as `check_header`, `check_checksum`.
     """
     for number, facts in enumerate(manifest.files):
-        check_header(path, facts, manifest.by_file[facts.name])
-        if checksums and number % link.world_size == link.rank:
-            check_checksum(path, facts)
+        own = number % link.world_size == link.rank
+        if own or not files.costly:
+            check_header(files, facts, manifest.by_file[facts.name])
+        else:
+            check_size(files, facts)
+        if checksums and own:
+            check_checksum(files, facts)
 
 
 class _Work:

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +27,10 @@ from shardwise.planner.layout import (
     Span,
     validate,
 )
-from shardwise.untrusted import parse_json, read_regular, repeated
+from shardwise.untrusted import parse_json, repeated
 
 from .errors import CheckpointDamaged
+from .storage import StoreError, absolute, files_in, locate
 
 FORMAT = 2
 # without a checksum of its own, still read
@@ -244,9 +244,12 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 def read_with_notes(path: str | os.PathLike[str]) -> tuple[Manifest, str]:
     """A manifest, and what of it nothing shows to be as it was written; "" where all is. Raises as `read_manifest`."""
-    file = Path(path) / NAME
+    files = files_in(locate(path))
+    file = files.path / NAME
     try:
-        data = read_regular(file, max_bytes=MAX_BYTES, follow=False)
+        data = files.read(NAME, MAX_BYTES)
+    except StoreError:
+        raise
     except FileNotFoundError:
         raise FileNotFoundError(f"{file} is not there: {path} is no finished checkpoint") from None
     except OSError as error:
@@ -258,7 +261,7 @@ def read_with_notes(path: str | os.PathLike[str]) -> tuple[Manifest, str]:
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
         raise CheckpointDamaged(f"{file}: {type(error).__name__}: {error}") from error
     # absolute, as "." has a name too
-    named = STEP.fullmatch(file.parent.absolute().name)
+    named = STEP.fullmatch(absolute(files.path).name)
     if named is not None and int(named[1]) != manifest.step:
         raise CheckpointDamaged(
             f"{file} is of step {manifest.step}, its folder of step {int(named[1])}: one was changed"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,23 +15,24 @@ from torch import Tensor
 from shardwise.planner.layout import Span
 
 from .files import TensorFiles, check_checksum, row_blocks, write_named, write_streams
-from .folder import Attempt, latest, sync_folder
+from .folder import latest
 from .manifest import DENSE, NAME, OPTIMIZER, TABLE, WEIGHT, FileFacts, Manifest, Stored, read_manifest, require_whole
+from .object_saves import attempt_in
+from .storage import absolute, files_in, has, locate
 
 
-def checkpoint_at(path: str | os.PathLike[str]) -> Path:
+def checkpoint_at(path: str | os.PathLike[str]) -> Path | Any:
     """The step folder that a path means: itself, or the newest good checkpoint of a folder of steps.
 
     Raises:
         FileNotFoundError: it is neither.
     """
-    path = Path(path)
-    # also a link that leads nowhere, which is named then
-    if os.path.lexists(path / NAME):
-        return path
-    newest = latest(path)
+    place = locate(path)
+    if has(place, NAME):
+        return place
+    newest = latest(place)
     if newest is None:
-        raise FileNotFoundError(f"{path} is no checkpoint, and no folder that has a good one")
+        raise FileNotFoundError(f"{place} is no checkpoint, and no folder that has a good one")
     return newest
 
 
@@ -51,9 +52,10 @@ class Source:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = checkpoint_at(path)
         self.manifest = read_manifest(self.path)
+        files = files_in(self.path)
         for facts in self.manifest.files:
-            check_checksum(self.path, facts)
-        self._files = TensorFiles(self.path, self.manifest)
+            check_checksum(files, facts)
+        self._files = TensorFiles(files, self.manifest)
 
     def __enter__(self) -> Source:
         return self
@@ -109,7 +111,7 @@ class Source:
 
 def write_offline(
     folder: str | os.PathLike[str], manifest: Manifest, blocks: Callable[[Stored], Iterable[Tensor]]
-) -> Path:
+) -> Path | Any:
     """Write a checkpoint into a folder of steps, as `save` does; `blocks` gives each tensor's cells in order.
 
     `manifest` has no files yet: each tensor says which one it goes to.
@@ -120,7 +122,8 @@ def write_offline(
     """
     names = sorted({tensor.file for tensor in manifest.tensors})
     require_whole(replace(manifest, files=tuple(FileFacts(name, 0, "") for name in names)))
-    attempt = Attempt.begin(Path(folder), manifest.step, world_size=1)
+    place = locate(folder)
+    attempt = attempt_in(place).begin(place, manifest.step, world_size=1)
     try:
         attempt.join()
         files = tuple(
@@ -133,7 +136,8 @@ def write_offline(
         attempt.settle(lambda _: replace(manifest, files=files), None)
     finally:
         attempt.leave()
-    return attempt.target
+    target: Path | Any = attempt.target
+    return target
 
 
 def _shared(a: Span, b: Span) -> Span | None:
@@ -145,7 +149,7 @@ def _within(span: Span, of: Span) -> Span:
     return span[0] - of[0], span[1] - of[0]
 
 
-def export(path: str | os.PathLike[str], target: str | os.PathLike[str], *, states: bool = False) -> Path:
+def export(path: str | os.PathLike[str], target: str | os.PathLike[str], *, states: bool = False) -> Path | Any:
     """Write a checkpoint's tables, dense parameters and buffers, whole, by the names of the unsharded model.
 
     `model.load_state_dict(safetensors.torch.load_file(target))` loads it into that model, or into a sharded one.
@@ -159,18 +163,11 @@ def export(path: str | os.PathLike[str], target: str | os.PathLike[str], *, stat
     Raises:
         CheckpointDamaged, FileNotFoundError, OSError: the checkpoint cannot be read, or the file not be written.
     """
-    target = Path(target).absolute()
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        with Source(path) as source:
-            write_named(
-                part, [(name, stored, source.blocks(stored)) for name, stored in _whole(source.manifest, states)]
-            )
-        os.replace(part, target)
-        sync_folder(target.parent)
-    finally:
-        part.unlink(missing_ok=True)
-    return target
+    place = absolute(target)
+    with Source(path) as source:
+        whole = [(name, stored, source.blocks(stored)) for name, stored in _whole(source.manifest, states)]
+        write_named(place, whole, replace=True)
+    return place
 
 
 def _whole(manifest: Manifest, states: bool) -> Iterator[tuple[str, Stored]]:

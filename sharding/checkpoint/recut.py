@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.planner.layout import (
     Shard,
@@ -23,6 +24,7 @@ from shardwise.sharding.plan.plan import ShardingPlan, shards_of
 
 from .manifest import TABLE, Manifest, Stored, TableFacts
 from .offline import Source, file_of, write_offline
+from .storage import locate, resolved
 
 # what can be asked for by name
 STRATEGIES = ("table_wise", "row_wise", "column_wise", "data_parallel")
@@ -36,7 +38,7 @@ def reshard(
     world_size: int | None = None,
     plan: ShardingPlan | Mapping[str, Cut] | str | None = None,
     resplit: str | None = None,
-) -> Path:
+) -> Path | Any:
     """Write a checkpoint once more, cut for `world_size` ranks; its step folder in the folder `target`.
 
     Args:
@@ -55,7 +57,7 @@ def reshard(
     if resplit not in (None, "mean"):
         raise ValueError(f"resplit must be 'mean' or None, got {resplit!r}")
     with Source(source) as old:
-        if Path(target).resolve() == old.path.parent.resolve():
+        if resolved(locate(target)) == resolved(old.path.parent):
             raise ValueError(f"{target} has the checkpoint itself: give another folder, where the new one is made")
         ranks = old.manifest.world_size if world_size is None else world_size
         manifest = recut(old.manifest, ranks, plan, resplit=resplit)

@@ -26,21 +26,23 @@ from .errors import ERRORS, Link, agree
 from .files import write_streams
 from .folder import Attempt
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, FileFacts, Manifest, Stored, TableFacts, require_json
+from .object_saves import attempt_in
+from .storage import Place, absolute
 
 # what is written, and its address
 Part = tuple[Stored, Tensor | RowPart]
 # saves of this process that are under way or failed, by folder
-_under_way: dict[Path, Saving] = {}
+_under_way: dict[Place, Saving] = {}
 
 
 class Saving:
     """A save: `path` is where the checkpoint is once it is done.
 
     Attributes:
-        path: the step folder.
+        path: the step folder; of a folder with a scheme a `Url`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | Any) -> None:
         self.path = path
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -81,13 +83,14 @@ def save(
     """Save a model and its optimizers as `<folder>/step-<step>`; all its ranks call this together.
 
     Every rank must see the same folder. A checkpoint is there whole or not at all, whatever dies when: files lie in a
-    hidden folder until all are on the disk. Ranks hold nothing twice in memory, unless `asynchronous`; of FULLY_SHARDED
-    tables, whose parts are gathered first, a rank holds all of its shards meanwhile. Tables with a tier are read some
-    rows at a time, and have the files that they would have without it.
+    hidden folder until all are on the disk; in a store (docs/howto/object_storage.md) the manifest comes last. Ranks
+    hold nothing twice in memory, unless `asynchronous`; of FULLY_SHARDED tables, whose parts are gathered first, a rank
+    holds all of its shards meanwhile. Tables with a tier are read some rows at a time, and have the files that they
+    would have without it.
 
     Args:
-        folder: where step folders are; made if it is not there. A second job that saves there at the same time is
-            refused.
+        folder: where step folders are; made if it is not there. A text with a scheme, "s3://bucket/runs/7", is a
+            place in a store, which fsspec has to know. A second job that saves there at the same time is refused.
         model: a `DistributedModelParallel` or `DMPCollection` (of which the first replica is saved), a sharded
             collection, or any module of one process.
         optimizer: of the dense layers, alone or combined with the tables' own; None saves those of the tables alone,
@@ -102,12 +105,13 @@ def save(
 
     Raises:
         ValueError, TypeError: something cannot be saved; names it.
-        OSError: the disk is full, or the folder cannot be written.
+        OSError: the disk is full, or the folder cannot be written, or the store not asked.
+        ImportError: the library for a scheme is not installed.
         BlockingIOError: another job is saving into the folder.
         RankFailure: the process of a rank is gone.
         All ranks raise, and older checkpoints stay.
     """
-    folder, link = Path(folder).absolute(), link_of(model)
+    folder, link = absolute(folder), link_of(model)
 
     def prepare() -> tuple[tuple[Manifest, list[Part], list[str]], int]:
         before = _under_way.pop(folder, None)
@@ -195,10 +199,14 @@ def write(attempt: Attempt, described: Manifest, parts: Sequence[Part], keep_las
     Raises:
         RankFailure, Exception: as `Attempt.settle`; nothing is left of the checkpoint then.
     """
-    file = attempt.data / f"rank-{attempt.rank:05d}.safetensors"
+    file = f"rank-{attempt.rank:05d}.safetensors"
     try:
         try:
-            facts = write_streams(file, [(stored, _blocks(part)) for stored, part in parts]) if parts else None
+            facts = (
+                write_streams(attempt.data / file, [(stored, _blocks(part)) for stored, part in parts])
+                if parts
+                else None
+            )
             steps = {name: table.steps for name, table in described.tables.items()}
             attempt.report(_as_json(facts, [stored for stored, _ in parts], steps))
             attempt.settle(lambda reports: compose(described, reports), keep_last)
@@ -207,8 +215,7 @@ def write(attempt: Attempt, described: Manifest, parts: Sequence[Part], keep_las
             if earlier is not None:
                 # what this rank met may only be what that one left
                 raise agreed(earlier) from error
-            # the room is needed to say so
-            file.unlink(missing_ok=True)
+            attempt.drop(file)
             attempt.fail(error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
             # the others raise it too
             raise agreed(error) from None
@@ -257,18 +264,22 @@ def _blocks(part: Tensor | RowPart) -> Iterable[Tensor]:
     return part.blocks() if isinstance(part, RowPart) else [part]
 
 
-def _begin(folder: Path, step: int, link: Link) -> Attempt:
+def _begin(folder: Place, step: int, link: Link) -> Attempt:
     """An attempt that all ranks have joined.
 
     Raises:
         OSError: rank 0 cannot begin it, or a rank does not see the folder; on all ranks.
     """
 
+    group = link.exchange.group
+
     def begin() -> Attempt:
         begun: Attempt = value_or_error(
-            link.exchange, 0, lambda: Attempt.begin(folder, step, world_size=link.world_size),
+            link.exchange, 0, lambda: attempt_in(folder).begin(folder, step, world_size=link.world_size, group=group),
             encode=lambda attempt: json.dumps([attempt.token, attempt.target.name]).encode(),
-            decode=lambda data: Attempt(folder, *json.loads(data), rank=link.rank, world_size=link.world_size),
+            decode=lambda data: attempt_in(folder)(
+                folder, *json.loads(data), rank=link.rank, world_size=link.world_size, group=group
+            ),
             errors=ERRORS, device=link.device,
         )  # fmt: skip
         return begun

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from .errors import agree
 from .files import TensorFiles, check_checksum, row_blocks
 from .loading import box_of, within
 from .manifest import OPTIMIZER, WEIGHT, read_manifest
+from .storage import Files, files_in, locate
 
 
 def full_state_dict(model_or_path: nn.Module | str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def full_state_dict(model_or_path: nn.Module | str | os.PathLike[str]) -> dict[s
     """
     if isinstance(model_or_path, nn.Module):
         return _of_model(model_or_path)
-    return _of_files(Path(model_or_path))
+    return _of_files(files_in(locate(model_or_path)))
 
 
 def _of_model(model: nn.Module) -> dict[str, Tensor]:
@@ -82,11 +82,11 @@ def _rows_of(home: Home, low: int, high: int) -> Tensor:
     return torch.cat([rows.read(*chunk) for chunk in chunks_of(rows.store, rows.table, low, high)])
 
 
-def _of_files(path: Path) -> dict[str, Tensor]:
-    manifest = read_manifest(path)
+def _of_files(step_files: Files) -> dict[str, Tensor]:
+    manifest = read_manifest(step_files.path)
     for facts in manifest.files:
-        check_checksum(path, facts)
-    files, tensors = TensorFiles(path, manifest), {}
+        check_checksum(step_files, facts)
+    files, tensors = TensorFiles(step_files, manifest), {}
     for (kind, name, state), pieces in manifest.by_address.items():
         if state != WEIGHT or kind == OPTIMIZER:
             continue
