@@ -31,6 +31,7 @@ SAID = {
     "checkpoints_convert": range(10, 1000),
     "export": range(4, 5),
     "fbgemm": range(100, 1000),
+    "install": range(1, 2),
     "jagged": range(61, 1000),
     "pipelines": range(12, 13),
     "planner": range(12, 1000),
