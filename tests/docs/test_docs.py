@@ -39,6 +39,7 @@ SAID = {
     "shard": range(6, 1000),
     "sharding": range(16, 1000),
     "tiers": range(7, 1000),
+    "train": range(3, 1000),
     "tuning": range(1, 2),
 }
 # what `kernels` has for lookups and updates of tables, not for jagged batches
