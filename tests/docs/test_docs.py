@@ -38,6 +38,7 @@ SAID = {
     "planner": range(12, 1000),
     "reliability": range(1, 1000),
     "resume": range(4, 1000),
+    "serve": range(4, 1000),
     "shard": range(6, 1000),
     "sharding": range(16, 1000),
     "tiers": range(7, 1000),
