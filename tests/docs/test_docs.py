@@ -29,6 +29,7 @@ SAID = {
     "accumulation": range(5, 6),
     "checkpoints": range(11, 1000),
     "checkpoints_convert": range(10, 1000),
+    "debug": range(5, 1000),
     "evaluate": range(6, 1000),
     "export": range(4, 5),
     "fbgemm": range(100, 1000),
