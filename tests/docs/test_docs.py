@@ -37,6 +37,7 @@ SAID = {
     "jagged": range(61, 1000),
     "pipelines": range(12, 13),
     "planner": range(12, 1000),
+    "profile": range(1, 2),
     "reliability": range(1, 1000),
     "resume": range(4, 1000),
     "serve": range(4, 1000),
