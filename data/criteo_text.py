@@ -2,7 +2,7 @@ r"""Lines of Criteo's logs to columns, many lines at a time; what is not plain g
 
 A loop that numba compiles reads rows of digits, hex digits and tabs. A row that holds anything else is parsed by
 itself, from its text, and that alone decides what is an error: a row has one meaning, a bad one costs only itself.
-Without numba, the extra `cpu`, all rows are parsed so, at a tenth of the rows a second.
+Without numba, the extra `cpu`, all rows are parsed so, at a twentieth of the rows a second.
 
 Bare pyarrow reads less than this does, as hex digits stay text, and takes longer (`make evidence NAME=criteo_rows`).
 
