@@ -241,16 +241,35 @@ def test_blocks_are_what_lines_are(
             path.write_bytes(content)
         world = data.draw(st.sampled_from([world for world in (1, 2, 3) if size % world == 0]))
         rank = data.draw(st.integers(0, world - 1))
-        for evaluate in (False, True):
-            for start in range(1 if evaluate else 4):
-                ours = Criteo(paths, rows=table_rows, evaluate_every=every, on_bad_row="skip" if skip else "raise")
-                oracle = LineReader(paths, table_rows, every, skip)
-                if evaluate:
-                    batches = ours.evaluate(size, rank=rank, world_size=world)
-                else:
-                    batches = ours.train(size, start_step=start, rank=rank, world_size=world)
-                assert outcome(batches) == outcome(oracle.batches(evaluate, size, start, rank, world))
-                assert ours.skipped == oracle.skipped
+        compare(paths, size, every, table_rows, skip, rank, world)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("block", [700, 1 << 18])
+def test_faults_of_many_batches_are_each_their_own(tmp_path: Path, block: int, skip: bool) -> None:
+    """A fault is told with its own batch, not with the first of its block: each block has several of both."""
+    good = lines_of(90).splitlines()
+    for place in range(5, 90, 7):
+        good[place] = good[place].replace(b"\t", b"\tx", 1 + place % 40 // 2)
+    (tmp_path / "a.tsv").write_bytes(b"\n".join(good[:50]))
+    (tmp_path / "b.tsv.gz").write_bytes(gzip.compress(b"\n".join(good[50:])))
+    with patch.object(rows, "_BLOCK", block):
+        for size, world in ((1, 1), (4, 2), (6, 1), (6, 3), (60, 2)):
+            for rank in range(world):
+                compare([tmp_path / "a.tsv", tmp_path / "b.tsv.gz"], size, 3, 1000, skip, rank, world)
+
+
+def compare(paths: list[Path], size: int, every: int, table_rows: int, skip: bool, rank: int, world: int) -> None:
+    for evaluate in (False, True):
+        for start in range(1 if evaluate else 4):
+            ours = Criteo(paths, rows=table_rows, evaluate_every=every, on_bad_row="skip" if skip else "raise")
+            oracle = LineReader(paths, table_rows, every, skip)
+            if evaluate:
+                batches = ours.evaluate(size, rank=rank, world_size=world)
+            else:
+                batches = ours.train(size, start_step=start, rank=rank, world_size=world)
+            assert outcome(batches) == outcome(oracle.batches(evaluate, size, start, rank, world))
+            assert ours.skipped == oracle.skipped
 
 
 def lines_of(count: int) -> bytes:
