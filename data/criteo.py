@@ -3,32 +3,33 @@ r"""Criteo click logs: label, 13 integers, 26 hashed categories, tab-separated, 
 A dense column is sign(x) log(1 + |x|), which keeps the few negative counts of the logs apart from 0; a missing integer
 is 0. A category is eight hex digits, taken modulo the rows of its table; a missing category is an empty bag.
 
-The files are streamed, a line at a time. Lines are numbered over all files; every `evaluate_every`-th is kept for
-`evaluate`, the others are for `train`, in the order of the files, the same in each epoch. A global batch is
-`batch_size` consecutive lines of a split and a rank parses only its slice of them, so ranks agree on the number of
-batches without talking; a line skipped as bad makes its rank's slice of that batch one shorter. A start within an epoch
-passes over the lines before it without parsing them, so their bad rows are neither raised nor counted again.
+The files are streamed, about a quarter of a megabyte at a time. Lines are numbered over all files; every
+`evaluate_every`-th is kept for `evaluate`, the others are for `train`, in the order of the files, the same in each
+epoch. A global batch is `batch_size` consecutive lines of a split and a rank parses only its slice of them, so ranks
+agree on the number of batches without talking; a line skipped as bad makes its rank's slice of that batch one shorter.
+A start within an epoch passes over the lines before it without parsing them, so their bad rows are neither raised nor
+counted again.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import torch
 
+from shardwise.jagged import KeyedJaggedTensor
+
 from .batch import Batch
-from .ragged import Bags, keyed_jagged
-from .rows import BadRow, BadRowPolicy, BadRows, read_lines
+from .criteo_text import CATEGORIES, INTEGERS, Columns, Lines, join, parse, present, read_criteo
+from .rows import BadRowPolicy, BadRows
 from .source import check_split, check_start, rank_slice
 
-DENSE_NAMES = tuple(f"int_{column}" for column in range(13))
-CATEGORY_NAMES = tuple(f"cat_{column}" for column in range(26))
+DENSE_NAMES = tuple(f"int_{column}" for column in range(INTEGERS))
+CATEGORY_NAMES = tuple(f"cat_{column}" for column in range(CATEGORIES))
 # by TorchRec's names; programs cut and join them as lists
 INT_FEATURE_COUNT, CAT_FEATURE_COUNT = len(DENSE_NAMES), len(CATEGORY_NAMES)
 DEFAULT_LABEL_NAME, DEFAULT_INT_NAMES, DEFAULT_CAT_NAMES = "label", [*DENSE_NAMES], [*CATEGORY_NAMES]
@@ -41,13 +42,6 @@ FREQUENCY_THRESHOLD = 3
 _PROBE = 4096
 # files of more bytes are not read just to count their lines
 _COUNTED_BYTES = 1 << 30
-_COLUMNS = 1 + len(DENSE_NAMES) + len(CATEGORY_NAMES)
-_INTEGER = r"(?:-?[0-9]{1,18})?"
-_CATEGORY = r"[0-9a-fA-F]{0,8}"
-_ROW = re.compile(rf"[01](?:\t{_INTEGER}){{13}}(?:\t{_CATEGORY}){{26}}")
-
-# path, line in it, text without its end
-_Line: TypeAlias = tuple[Path, int, str]
 
 
 class Criteo:
@@ -92,11 +86,12 @@ class Criteo:
     @cached_property
     def _ids_per_sample(self) -> Mapping[str, float]:
         # the share of samples that have one; bad rows are neither raised nor counted here
-        counts, samples = np.zeros(len(CATEGORY_NAMES)), 0
-        for _, _, text in islice(self._split(evaluate=False), _PROBE):
-            if _ROW.fullmatch(text) is not None:
-                counts += [field != "" for field in text.split("\t")[14:]]
-                samples += 1
+        counts, samples, left = np.zeros(CATEGORIES), 0, _PROBE
+        for lines in self._split(evaluate=False):
+            there, good = present(lines[:left])
+            counts, samples, left = counts + there, samples + good, left - min(left, len(lines))
+            if not left:
+                break
         return dict(zip(CATEGORY_NAMES, (counts / max(1, samples)).tolist(), strict=True))
 
     @property
@@ -108,7 +103,7 @@ class Criteo:
     def _train_samples(self) -> int | None:
         if sum(path.stat().st_size for path in self.paths) > _COUNTED_BYTES:
             return None
-        return sum(1 for _ in self._split(evaluate=False))
+        return sum(map(len, self._split(evaluate=False)))
 
     @property
     def identity(self) -> Mapping[str, str | int | float]:
@@ -127,59 +122,62 @@ class Criteo:
     ) -> Iterator[Batch]:
         check_split(batch_size, rank, world_size)
         check_start(epoch, start_step)
-        lines = self._split(evaluate=False)
-        passed = sum(1 for _ in islice(lines, start_step * batch_size))
+        passed, lines = _pass_over(self._split(evaluate=False), start_step * batch_size)
         check_start(epoch, start_step, steps=passed // batch_size)
-        for batch in _batches(lines, batch_size):
-            if len(batch) == batch_size:
-                yield self._parse(batch[rank_slice(batch_size, rank, world_size)])
+        for pieces in _whole_batches(lines, batch_size):
+            if sum(map(len, pieces)) >= batch_size:
+                yield from self._batches(pieces, batch_size, rank, world_size)
 
     def evaluate(self, batch_size: int, *, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         check_split(batch_size, rank, world_size)
-        for batch in _batches(self._split(evaluate=True), batch_size):
-            yield self._parse(batch[rank_slice(len(batch), rank, world_size)])
+        for pieces in _whole_batches(self._split(evaluate=True), batch_size):
+            yield from self._batches(pieces, batch_size, rank, world_size)
 
-    def _split(self, *, evaluate: bool) -> Iterator[_Line]:
-        last = self._evaluate_every - 1
-        return (
-            line for number, line in enumerate(self._lines()) if (number % self._evaluate_every == last) == evaluate
-        )
-
-    def _lines(self) -> Iterator[_Line]:
-        empty = True
+    def _split(self, *, evaluate: bool) -> Iterator[Lines]:
+        every, before = self._evaluate_every, 0
         for path in self.paths:
-            for number, line in enumerate(read_lines(path), start=1):
-                empty = False
-                yield path, number, line.rstrip("\r\n")
-        if empty:
+            for lines in read_criteo(path):
+                last = np.arange(before, before + len(lines)) % every == every - 1
+                before += len(lines)
+                yield lines[last == evaluate]
+        if not before:
             raise ValueError(f"{', '.join(map(str, self.paths))}: no rows")
 
-    def _parse(self, lines: Iterable[_Line]) -> Batch:
-        labels: list[float] = []
-        integers: list[list[float]] = []
-        categories: list[list[int]] = []
-        for path, number, text in lines:
-            fields = text.split("\t")
-            if _ROW.fullmatch(text) is None:
-                self._bad_rows.report(path, number, _fault(fields))
-                continue
-            labels.append(float(fields[0]))
-            integers.append([float(field or 0) for field in fields[1:14]])
-            # -1 is missing: no category is negative
-            categories.append([int(field, 16) if field else -1 for field in fields[14:]])
-        dense = np.array(integers, dtype=np.float64).reshape(-1, len(DENSE_NAMES))
-        dense = np.sign(dense) * np.log1p(np.abs(dense))
-        ids = np.array(categories, dtype=np.int64).reshape(-1, len(CATEGORY_NAMES))
-        present = ids >= 0
-        ids %= self._row_counts
-        bags: dict[str, Bags] = {
-            name: (ids[present[:, column], column], present[:, column].astype(np.int64))
-            for column, name in enumerate(CATEGORY_NAMES)
-        }
+    def _batches(self, pieces: Sequence[Lines], batch_size: int, rank: int, world_size: int) -> Iterator[Batch]:
+        """A rank's slices of batches that `pieces` have the lines of: one short batch, or whole ones alone."""
+        total = sum(map(len, pieces))
+        size = min(batch_size, total)
+        part = rank_slice(size, rank, world_size)
+        place = np.arange(total) % size
+        taken = (place >= part.start) & (place < part.stop)
+        ends = np.cumsum(list(map(len, pieces)))
+        columns = join(
+            [
+                parse(piece[taken[end - len(piece) : end]] if world_size > 1 else piece, self._row_counts)
+                for piece, end in zip(pieces, ends, strict=True)
+            ]
+        )
+        share = part.stop - part.start
+        for batch in range(total // size):
+            yield self._batch(columns, batch * share, (batch + 1) * share)
+
+    def _batch(self, columns: Columns, start: int, stop: int) -> Batch:
+        rows: slice | list[int] = slice(start, stop)
+        faults = [fault for fault in columns.faults if start <= fault[0] < stop]
+        for _, path, number, bad in faults:
+            self._bad_rows.report(path, number, bad)
+        if faults:
+            rows = sorted(set(range(start, stop)).difference(place for place, *_ in faults))
+        ids = columns.ids[:, rows]
+        there = ids >= 0
         return Batch(
-            torch.from_numpy(dense.astype(np.float32)),
-            keyed_jagged(bags),
-            torch.tensor(labels, dtype=torch.float32),
+            torch.from_numpy(columns.dense[rows].copy()),
+            KeyedJaggedTensor(
+                CATEGORY_NAMES,
+                torch.from_numpy(ids[there]),
+                lengths=torch.from_numpy(there.reshape(-1).astype(np.int64)),
+            ),
+            torch.from_numpy(columns.labels[rows].copy()),
         )
 
 
@@ -201,22 +199,28 @@ def criteo_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     return []
 
 
-def _batches(lines: Iterator[_Line], batch_size: int) -> Iterator[list[_Line]]:
-    """The lines in lists of `batch_size`, the last one as long as it is."""
-    while batch := list(islice(lines, batch_size)):
-        yield batch
+def _pass_over(lines: Iterator[Lines], count: int) -> tuple[int, Iterator[Lines]]:
+    """How many of the first `count` lines there are, and the lines after them."""
+    passed = 0
+    while passed < count and (piece := next(lines, None)) is not None:
+        taken = min(len(piece), count - passed)
+        passed += taken
+        if taken < len(piece):
+            lines = chain([piece[taken:]], lines)
+    return passed, lines
 
 
-def _fault(fields: list[str]) -> BadRow:
-    """The fault of a row that does not match."""
-    if len(fields) != _COLUMNS:
-        return BadRow("wrong number of columns", f"{len(fields)} columns, expected {_COLUMNS}")
-    if fields[0] not in ("0", "1"):
-        return BadRow("label not 0 or 1", f"column 1, the label, must be 0 or 1, got {fields[0]!r}")
-    for column, field in enumerate(fields[1:14], start=2):
-        if re.fullmatch(_INTEGER, field) is None:
-            return BadRow("not an integer", f"column {column} must be an integer or empty, got {field!r}")
-    for column, field in enumerate(fields[14:], start=15):
-        if re.fullmatch(_CATEGORY, field) is None:
-            return BadRow("not a category", f"column {column} must be up to 8 hex digits or empty, got {field!r}")
-    raise AssertionError(f"a good row was refused: {fields}")
+def _whole_batches(lines: Iterator[Lines], batch_size: int) -> Iterator[list[Lines]]:
+    """The lines in lists that hold whole batches, as many as are there; in the last one what fills none."""
+    pending: list[Lines] = []
+    held = 0
+    for piece in lines:
+        held += len(piece)
+        rest = held % batch_size
+        if held < batch_size:
+            pending.append(piece)
+            continue
+        yield [*pending, piece[: len(piece) - rest]]
+        pending, held = [piece[len(piece) - rest :]], rest
+    if held:
+        yield pending

@@ -32,6 +32,7 @@ KNOWN = {
     "pipeline_overlap": ("pipeline_overlap", ""),
     "managed_collision": ("modules.managed_collision", ""),
     "pools": ("modules.pools", ""),
+    "criteo_rows": ("clicks.criteo_rows", ""),
     "tier_step": ("tiers.tier_step", ""),
     "tier_files": ("tiers.file_rows", ""),
     "tier_bits": ("tiers.bits", ""),

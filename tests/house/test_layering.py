@@ -31,7 +31,7 @@ OURS: dict[str, set[str]] = {
     # of the planner the plain data about where tables go; its planning and `DistributedModelParallel` ask the planner
     "sharding": {"embeddings", "jagged", "kernels", "planner.layout", "planner.tiers"},
     "models": {"jagged", "embeddings", "data"},
-    "data": {"jagged", "embeddings"},
+    "data": {"kernels", "jagged", "embeddings"},
     "inference": {"kernels", "jagged", "embeddings", "sharding", "planner"},
     "perf": {"", *FOLDERS, "torchrec", "quant"},
     "shardwise": {"", *(set(FOLDERS) - {"perf"}), "torchrec", "quant"},
@@ -45,11 +45,11 @@ THEIRS: dict[str, set[str]] = {
     "planner": {"numpy", "scipy", "tqdm"},
     "sharding": {"torch", "safetensors", "numpy", "tqdm"},
     "models": {"torch", "torchmetrics"},
-    "data": {"torch", "numpy", "pyarrow", "tqdm"},
+    "data": {"torch", "numpy", "numba", "pyarrow", "tqdm"},
     "inference": {"torch", "numpy", "safetensors"},
     "perf": {
         *("torch", "triton", "numba", "numpy", "scipy", "tqdm", "click", "rich", "pytest", "safetensors"),
-        *("fbgemm_gpu", "torchrec"),
+        *("fbgemm_gpu", "torchrec", "pyarrow"),
     },
     "shardwise": {"torch", "click", "rich", "tqdm", "libcst"},
 }
