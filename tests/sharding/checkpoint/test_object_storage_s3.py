@@ -120,7 +120,7 @@ def save_failing(address: str, place: str, rank: int, how: str) -> tuple[str, st
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rank_that_fails_is_raised_by_all(rank: int, address: str) -> None:
     url = f"s3://bucket/failing{rank}"
     for kind, text, good in run_ranks(2, save_failing, address, url, rank, "cut off"):
@@ -129,7 +129,7 @@ def test_a_rank_that_fails_is_raised_by_all(rank: int, address: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_rank_killed_between_its_blocks_ends_its_peer_by_name(rank: int, address: str) -> None:
     """Without a collective, and the next job finds the last good checkpoint and saves at once."""
     url = f"s3://bucket/killed{rank}"
@@ -201,7 +201,8 @@ def save_on(address: str, url: str, saves: int) -> tuple[int, int]:
             checkpoint.save(url, model, step=100 * rank + step, keep_last=None)
             well += 1
         except BlockingIOError as error:
-            assert "another save is under way there, by process" in str(error)
+            # who it was may be gone when its name is read
+            assert "another save is under way there, by " in str(error)
             refused += 1
     return well, refused
 
