@@ -62,7 +62,7 @@ class BestWeights:
         if self._folder is None:
             return None
         # rank 0 looks, so that all ranks load the same
-        at = [path for path in checkpoint.steps(self._folder) if int(path.name.split("-")[1]) == step]
+        at = [path for path in checkpoint.steps(self._folder) if int(path.name.split("-")[1].split(".")[0]) == step]
         shared = [at[-1] if at and dist.get_rank() == 0 else None]
         dist.broadcast_object_list(shared)
         return shared[0]

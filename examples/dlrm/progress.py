@@ -7,7 +7,6 @@ random state to keep; a model with dropout would keep `torch.get_rng_state()` of
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -146,7 +145,7 @@ class Checkpoints:
         if not self._args.resume:
             if self._args.overwrite and dist.get_rank() == 0:
                 for path in kept_checkpoints(folder):
-                    shutil.rmtree(path)
+                    checkpoint.remove(path)
                     self.removed += 1
             # nobody saves there before all is gone
             dist.barrier()

@@ -10,8 +10,10 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from .offline import Source, write_offline
+from .storage import has, is_empty, locate
 
 # whose names optimizer states get
 NAMES = ("shardwise", "torchrec")
@@ -27,7 +29,7 @@ def from_dcp_trusted(
     steps: int | None = None,
     step: int | None = None,
     aliases: Mapping[str, str] | None = None,
-) -> Path:
+) -> Path | Any:
     """Make a checkpoint out of what torch.distributed.checkpoint wrote; its step folder in the folder `target`.
 
     Trusted, because `.metadata` of such a folder is a pickle, and so is everything in it that is no tensor: whoever
@@ -38,7 +40,7 @@ def from_dcp_trusted(
     are tables. Other numbers, texts and lists at the top become `extra`. One piece is in memory at a time.
 
     Args:
-        dcp_folder: what `torch.distributed.checkpoint.save` was given.
+        dcp_folder: what `torch.distributed.checkpoint.save` was given, or its `FsspecWriter`: it may have a scheme.
         target: a folder of checkpoints.
         model: the key of the model's state dict; None if that is all that was saved.
         optimizer: the key of the optimizer's, which a folder without optimizer states need not have; None if there is
@@ -54,8 +56,8 @@ def from_dcp_trusted(
         FileNotFoundError: there is no such folder.
         OSError: a file of it is no regular one.
     """
-    folder = Path(dcp_folder)
-    if not (folder / ".metadata").is_file():
+    folder = locate(dcp_folder)
+    if not has(folder, ".metadata"):
         raise FileNotFoundError(f"{folder} has no .metadata: torch.distributed.checkpoint saved nothing there")
     from .dcp_reading import Content, Saved
 
@@ -71,7 +73,7 @@ def to_dcp(
     names: str = "shardwise",
     model: str | None = "model",
     optimizer: str | None = "optimizer",
-) -> Path:
+) -> Path | Any:
     """Write a checkpoint as torch.distributed.checkpoint does; the folder.
 
     It holds what saving `{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, **extra}`
@@ -81,7 +83,8 @@ def to_dcp(
 
     Args:
         path: a step folder, or a folder of them, of which the newest good one is taken.
-        dcp_folder: a folder that is empty or not there.
+        dcp_folder: a folder that is empty or not there; with a scheme torch's `FsspecWriter` writes it, and its
+            `FsspecReader` reads it.
         names: whose names the states of tables get.
         model, optimizer: the keys of the state dicts; `model=None` puts the model's at the top and `optimizer=None`
             leaves all optimizers out.
@@ -91,19 +94,17 @@ def to_dcp(
         CheckpointDamaged, FileNotFoundError, OSError: the checkpoint cannot be read, or the folder not be written.
     """
     from torch.distributed.checkpoint import state_dict_saver
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    from .dcp_writing import Planner
+    from .dcp_writing import Planner, writer_of
 
     if names not in NAMES:
         raise ValueError(f"names must be one of {list(NAMES)}, got {names!r}")
-    folder = Path(dcp_folder)
-    if folder.exists() and any(folder.iterdir()):
+    folder = locate(dcp_folder)
+    if not is_empty(folder):
         raise ValueError(f"{folder} is not empty: torch.distributed.checkpoint would read what is there along with it")
     with Source(path) as source:
         planner = Planner(source, names, model, optimizer)
-        # a file for each piece: the writer keeps all pieces of a file in memory
-        writer = FileSystemWriter(folder, single_file_per_rank=False)
+        writer = writer_of(folder)
         with warnings.catch_warnings():
             # that one process saves is what is meant
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -11,11 +11,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -32,6 +32,7 @@ from shardwise.untrusted import require_regular
 
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, Manifest, Stored, TableFacts
 from .offline import file_of
+from .storage import Place, Url
 from .torchrec_names import STEP, our_state, rule_of, steps_of, table_in
 
 _RANK = re.compile(r"__(\d+)_\d+\.distcp")
@@ -57,12 +58,13 @@ class Saved:
         OSError: a file is not there, or no regular one; names it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._reader = FileSystemReader(folder)
+    def __init__(self, folder: Place) -> None:
+        self._reader = FsspecReader(folder.text) if isinstance(folder, Url) else FileSystemReader(folder)
         self._metadata: Metadata = self._reader.read_metadata()
         # torch opens them by name, and would wait for who writes into a pipe
         for name in {info.relative_path for info in (self._metadata.storage_data or {}).values()}:
-            require_regular(folder / name)
+            if not isinstance(folder, Url):
+                require_regular(folder / name)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         paths = self._metadata.planner_data
         named = paths if isinstance(paths, Mapping) else {}

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,10 +26,18 @@ from shardwise.kernels import rule_named
 from .files import BLOCK_BYTES
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, Manifest, Stored
 from .offline import Source
+from .storage import Place, Url
 from .torchrec_names import STEP, their_state
 
 # pieces of the folder have at most so many bytes, or one row: one is in memory at a time
 PIECE_BYTES = 4 * BLOCK_BYTES
+
+
+def writer_of(folder: Place) -> FileSystemWriter:
+    """What writes into a folder, a file for each piece: it keeps all pieces of a file in memory."""
+    if isinstance(folder, Url):
+        return FsspecWriter(folder.text, single_file_per_rank=False)  # type: ignore[no-untyped-call,unused-ignore]
+    return FileSystemWriter(folder, single_file_per_rank=False)
 
 
 class Planner(SavePlanner):

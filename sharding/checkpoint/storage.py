@@ -125,18 +125,23 @@ class Files(Protocol):
 
     def size(self, name: str) -> int:
         """Of a regular file."""
+        ...
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """All of it; ValueError if it is larger."""
+        ...
 
     def open(self, name: str) -> AbstractContextManager[BinaryIO]:
         """To be read from its beginning on."""
+        ...
 
     def map(self, name: str) -> Any | None:
         """Its tensors, as `safetensors.safe_open` gives them; None where it is read by `range`."""
+        ...
 
     def range(self, name: str, begin: int, end: int) -> bytes:
         """Bytes [begin, end) of it."""
+        ...
 
 
 class Storage(Protocol):
@@ -147,18 +152,23 @@ class Storage(Protocol):
 
         Of a store those that have a `manifest`: others are not finished.
         """
+        ...
 
     def files(self, path: Any) -> Files:
         """Of a step folder."""
+        ...
 
     def create(self, file: Any, size: int) -> AbstractContextManager[Any]:
         """A new file of `size` bytes, to be written; safe on the disk at the end of the block."""
+        ...
 
     def replace(self, file: Any, size: int) -> AbstractContextManager[Any]:
         """As `create`, of a file that may be there already and is replaced at once or not at all."""
+        ...
 
     def remove(self, path: Any, manifest: str) -> None:
         """Remove a checkpoint: at once for all who look, then its bytes."""
+        ...
 
 
 class LocalFiles:
@@ -237,6 +247,8 @@ class ObjectFiles:
     costly = True
 
     def __init__(self, path: Url) -> None:
+        # a scheme that cannot be used is refused before a file is asked for
+        file_system(path)
         self.path: Place = path
         self._path = path
         self._sizes: dict[str, int] | None = None
@@ -517,6 +529,13 @@ def storage_of(place: Place) -> Storage:
 def files_in(place: Place | Files) -> Files:
     """The files of a step folder, or those that were opened already."""
     return storage_of(place).files(place) if isinstance(place, (Path, Url)) else place
+
+
+def is_empty(folder: Place) -> bool:
+    """Whether nothing lies in a folder, which need not be there."""
+    if not isinstance(folder, Url):
+        return not folder.exists() or not any(folder.iterdir())
+    return not listing(folder)
 
 
 def has(place: Place, name: str) -> bool:

@@ -15,6 +15,7 @@ from .._names import did_you_mean
 from .output import (
     FINE,
     NO,
+    Place,
     console,
     json_option,
     load_torch,
@@ -33,18 +34,19 @@ if TYPE_CHECKING:
 _MIB = 2**20
 # what names of tables end with, as state dicts have them
 _WEIGHT = ".weight"
-_WRONG = (ValueError, OSError)
+_WRONG = (ValueError, OSError, ImportError)
 
 
 def add_ckpt(commands: click.Group) -> None:
     """Give a group of commands the group `ckpt`."""
-    there = click.Path(exists=True, path_type=Path)
+    there = Place(exists=True)
 
     @commands.group()
     def ckpt() -> None:
         """Look at checkpoints, compare them, and write them anew.
 
-        PATH is a step folder, or a folder of them: of that the newest good one is taken.
+        PATH is a step folder, or a folder of them: of that the newest good one is taken. It may be a URL as well,
+        s3://bucket/runs/7 say, wherever fsspec knows the scheme.
         """
 
     @ckpt.command()
@@ -119,7 +121,7 @@ def add_ckpt(commands: click.Group) -> None:
 
     @ckpt.command()
     @click.argument("source", type=there)
-    @click.argument("target", type=click.Path(file_okay=False, path_type=Path))
+    @click.argument("target", type=Place(file_okay=False))
     @click.option("--world-size", type=click.IntRange(1), help="Ranks; by default as many as before.")
     @click.option("--plan", metavar="STRATEGY", help="How all tables are cut, row_wise say; by default as before.")
     @click.option(
@@ -145,7 +147,7 @@ def add_ckpt(commands: click.Group) -> None:
 
     @ckpt.command()
     @click.argument("path", type=there)
-    @click.argument("target", type=click.Path(dir_okay=False, path_type=Path))
+    @click.argument("target", type=Place(dir_okay=False))
     @click.option("--states", is_flag=True, help="Also the states of all optimizers.")
     @json_option
     def export(path: Path, target: Path, states: bool, as_json: bool) -> None:
@@ -179,9 +181,10 @@ def _all(path: Path) -> Sequence[Path]:
         FileNotFoundError: it is neither.
     """
     from ..checkpoint import steps
+    from ..sharding.checkpoint.storage import has
 
     folders = steps(path)
-    if not folders and not os.path.lexists(path / "manifest.json"):
+    if not folders and not has(path, "manifest.json"):
         raise FileNotFoundError(f"{path} is no checkpoint, and no folder that has one")
     return folders or [path]
 

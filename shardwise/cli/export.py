@@ -11,7 +11,7 @@ import click
 
 from .._names import did_you_mean
 from .factory import factory_named, failed
-from .output import json_option, load_torch, one_line, print_json, print_table, show, spinner, table_of
+from .output import Place, json_option, load_torch, one_line, print_json, print_table, show, spinner, table_of
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ class _Made(NamedTuple):
 
 def add_export(commands: click.Group) -> None:
     """Give a group of commands the command `export`."""
-    there = click.Path(exists=True, path_type=Path)
+    there = Place(exists=True)
 
     @commands.command()
     @click.argument("folder", metavar="OUT_DIR", type=click.Path(file_okay=False, path_type=Path))
@@ -136,7 +136,8 @@ def _checkpoint(path: Path | None) -> tuple[Manifest | None, dict[str, torch.Ten
     from ..checkpoint import full_state_dict, read_manifest
     from ..sharding.checkpoint.offline import checkpoint_at
 
-    place = checkpoint_at(path)
+    with one_line(ImportError):
+        place = checkpoint_at(path)
     if place != path:
         click.echo(f"{place.name} is the newest good checkpoint of {path}", err=True)
     return read_manifest(place), full_state_dict(place)

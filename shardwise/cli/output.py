@@ -64,8 +64,32 @@ def needs_checkout(command: str) -> None:
         raise click.UsageError(message)
 
 
-def require_writable(path: Path) -> None:
-    """Say now that a file cannot be written, not after minutes of work."""
+class Place(click.Path):
+    """A path as `click.Path` takes it, or a URL, of which is asked later whether something is there."""
+
+    name = "path"
+
+    def __init__(self, exists: bool = False, file_okay: bool = True, dir_okay: bool = True) -> None:
+        super().__init__(exists=exists, file_okay=file_okay, dir_okay=dir_okay, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """A Path or a `Url`."""
+        if "://" not in str(value):
+            return super().convert(value, param, ctx)
+        # it comes with torch
+        load_torch()
+        from ..sharding.checkpoint.storage import locate
+
+        try:
+            return locate(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def require_writable(path: Any) -> None:
+    """Say now that a file cannot be written, not after minutes of work; of a URL the store says so."""
+    if not isinstance(path, Path):
+        return
     there = path.exists()
     try:
         with path.open("a", encoding="utf-8"):

@@ -36,6 +36,7 @@ SAID = {
     "install": range(1, 2),
     "jagged": range(61, 1000),
     "metrics": range(5, 6),
+    "object_storage": range(5, 6),
     "pipelines": range(12, 13),
     "planner": range(12, 1000),
     "profile": range(1, 2),

@@ -45,6 +45,18 @@ def test_rows_lie_in_a_store_of_ones_own() -> None:
     assert lines[1:] == ["same bits as with all rows on the device: True"]
 
 
+def test_a_store_keeps_checkpoints_as_a_folder_does(tmp_path: Path) -> None:
+    for url in ("memory://bucket/runs/7", f"file://{tmp_path}/run"):
+        lines = run_script("examples/object_storage.py", url).splitlines()
+        assert lines == [
+            "kept: ['step-000000000020', 'step-000000000030']",
+            f"{url}/step-000000000030: step 30, problems: []",
+            "goes on as if nothing had happened: True",
+            "for two ranks: ['rank-00000.safetensors', 'rank-00001.safetensors']",
+            "left: []",
+        ]
+
+
 @pytest.mark.parametrize("below", ["ram", "file"])
 def test_a_table_eight_times_the_device_trains_to_the_same_bits(below: str, tmp_path: Path) -> None:
     file = ("--file", str(tmp_path)) if below == "file" else ()

@@ -43,7 +43,7 @@ THEIRS: dict[str, set[str]] = {
     "embeddings": {"torch"},
     "fbgemm": {"torch"},
     "planner": {"numpy", "scipy", "tqdm"},
-    "sharding": {"torch", "safetensors", "numpy", "tqdm"},
+    "sharding": {"torch", "safetensors", "numpy", "tqdm", "fsspec"},
     "models": {"torch", "torchmetrics"},
     "data": {"torch", "numpy", "numba", "pyarrow", "tqdm"},
     "inference": {"torch", "numpy", "safetensors"},

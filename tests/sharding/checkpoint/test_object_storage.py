@@ -1,0 +1,382 @@
+"""Checkpoints in stores: the files of a local folder byte for byte, whatever fails; one job at a time; few bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from checkpoint_cases import bytes_of, same, trained, values_of
+from click.testing import CliRunner
+from failing_store import AFTER, BEFORE, FROM_THEN_ON, FailingStore
+
+from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, checkpoint, cli
+from shardwise.sharding.checkpoint import files, object_saves, storage
+from shardwise.sharding.checkpoint.storage import Url
+
+FILE, STEP = "rank-00000.safetensors", "step-00000000000"
+RUN = "failing://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def _empty_store() -> Iterator[None]:
+    FailingStore.store.clear()
+    FailingStore.reset()
+    yield
+    FailingStore.reset()
+
+
+def objects(folder: str) -> dict[str, bytes]:
+    """What lies in a folder of a store, but for locks."""
+    fs, root = fsspec.core.url_to_fs(folder)
+    names = (name[len(root) + 1 :] for name in fs.find(root))
+    return {name: fs.cat_file(f"{root}/{name}") for name in names if not name.startswith(".lock-")}
+
+
+def names(folder: str) -> list[str]:
+    return [path.name.removeprefix("step-").lstrip("0") for path in checkpoint.steps(folder)]
+
+
+@pytest.mark.parametrize("url", [RUN, "memory://bucket/run", "file://{}/made/by/save"])
+def test_a_store_has_the_files_of_a_local_folder_byte_for_byte(url: str, tmp_path: Path) -> None:
+    url, local, model = url.format(tmp_path), tmp_path / "local", trained()
+    for folder in (url, local):
+        for step in (1, 2, 3):
+            checkpoint.save(folder, model, step=step, keep_last=2, extra={"a": 1}, asynchronous=step == 2).wait()
+    assert objects(url) == {name: (local / name).read_bytes() for name in bytes_of(local) if name != ".lock"}
+    newest = checkpoint.latest(url)
+    assert (
+        newest is not None
+        and str(newest) == f"{url}/{STEP}3"
+        and names(url) == ["2", "3"]
+        and checkpoint.verify(newest) == []
+    )
+    other = trained("adam", 1)
+    assert checkpoint.load(newest, other).step == 3 and same(values_of(other), values_of(model))
+    whole = checkpoint.full_state_dict(newest)
+    assert same(whole, checkpoint.full_state_dict(local / f"{STEP}3"))
+    assert not checkpoint.diff(url, local)
+    again = checkpoint.save(url, model, step=3).path
+    assert again.name == f"{STEP}3.1" and names(url) == ["2", "3.1"]
+    checkpoint.remove(again)
+    assert names(url) == ["2"] and checkpoint.latest(url) == Url(f"{url}/{STEP}2")
+
+
+def test_what_is_cut_anew_exported_and_converted_is_the_same_in_a_store(tmp_path: Path) -> None:
+    model = trained()
+    checkpoint.save(RUN, model, step=4)
+    cut = checkpoint.reshard(RUN, "failing://bucket/cut", world_size=2, plan="column_wise", resplit="mean")
+    local = checkpoint.reshard(RUN, tmp_path / "cut", world_size=2, plan="column_wise", resplit="mean")
+    assert {name: (local / name).read_bytes() for name in bytes_of(local)} == objects(str(cut))
+    with pytest.raises(ValueError, match="has the checkpoint itself"):
+        checkpoint.reshard(RUN, f"{RUN}/")
+    checkpoint.export(RUN, "failing://bucket/whole.safetensors", states=True)
+    checkpoint.export(RUN, tmp_path / "whole.safetensors", states=True)
+    assert objects("failing://bucket")["whole.safetensors"] == (tmp_path / "whole.safetensors").read_bytes()
+    checkpoint.to_dcp(RUN, "failing://bucket/dcp")
+    with pytest.raises(ValueError, match="is not empty"):
+        checkpoint.to_dcp(RUN, "failing://bucket/dcp")
+    back = checkpoint.from_dcp_trusted("failing://bucket/dcp", "failing://bucket/back", rules="adam")
+    assert checkpoint.diff(RUN, back).values == {}
+    other = trained("adam", 1)
+    checkpoint.load(back, other)
+    assert same(values_of(other), values_of(model))
+
+
+def requests_of_a_save() -> int:
+    """How many there are of the second save, and of removing the first."""
+    FailingStore.reset()
+    checkpoint.save(RUN, trained(), step=2, keep_last=1)
+    return FailingStore.requests
+
+
+@pytest.mark.parametrize("how", [BEFORE, AFTER, FROM_THEN_ON])
+def test_whatever_request_fails_nothing_is_lost(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request fails in turn: what was there stays, the error names the URL, and the next save is good."""
+    monkeypatch.setattr(object_saves, "_LOOK_SECONDS", 0.0)
+    old, new = trained("adam", 1), trained("adam", 2)
+    checkpoint.save(RUN, old, step=1)
+    count, raised = requests_of_a_save(), 0
+    for at in range(1, count + 1):
+        FailingStore.store.clear()
+        first = checkpoint.save(RUN, old, step=1).path
+        FailingStore.reset(at, how)
+        said = ""
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            try:
+                checkpoint.save(RUN, new, step=2, keep_last=1)
+            except OSError as error:
+                said, raised = str(error), raised + 1
+                assert said.startswith(RUN) and "was cut off" in said, said
+        FailingStore.reset()
+        newest = checkpoint.latest(RUN)
+        assert newest is not None and checkpoint.verify(newest) == []
+        # an answer that was lost may be that to the manifest itself
+        assert newest == first if said and how == BEFORE else newest.name in (f"{STEP}1", f"{STEP}2")
+        assert said or newest.name == f"{STEP}2"
+        other = trained("adam", 1)
+        assert checkpoint.load(newest, other).step in (1, 2)
+        assert same(values_of(other), values_of(old if newest == first else new))
+        last = checkpoint.save(RUN, new, step=3, keep_last=1).path
+        assert checkpoint.verify(last) == [] and checkpoint.latest(RUN) == last
+        complete = {path.name for path in checkpoint.steps(RUN)}
+        assert {name.split("/")[0] for name in objects(RUN)} == complete, f"leftovers after request {at}"
+    assert raised >= count // 2
+
+
+@pytest.mark.parametrize("ask", [checkpoint.latest, checkpoint.steps, checkpoint.verify, checkpoint.read_manifest])
+def test_a_store_that_does_not_answer_is_no_store_without_checkpoints(ask: Any) -> None:
+    """A network that failed once would have had a run begin anew, or go on from an older step."""
+    path = checkpoint.save(RUN, trained(), step=1).path
+    place = RUN if ask in (checkpoint.latest, checkpoint.steps) else path
+    FailingStore.reset()
+    ask(place)
+    for at in range(1, FailingStore.requests + 1):
+        FailingStore.reset(at)
+        with pytest.raises(storage.StoreError, match="was cut off"):
+            ask(place)
+
+
+def test_what_has_no_manifest_is_no_checkpoint_and_goes_with_the_next_save() -> None:
+    model = trained()
+    good = checkpoint.save(RUN, model, step=1).path
+    fs, root = fsspec.core.url_to_fs(RUN)
+    fs.pipe_file(f"{root}/{STEP}2/{FILE}", fs.cat_file(f"{root}/{STEP}1/{FILE}"))
+    fs.pipe_file(f"{root}/{STEP}2/notes.txt", b"of somebody else")
+    fs.pipe_file(f"{root}/other/{FILE}", b"of somebody else")
+    assert checkpoint.latest(RUN) == good and names(RUN) == ["1"]
+    with pytest.raises(FileNotFoundError, match=f"{STEP}2 is no finished checkpoint"):
+        checkpoint.load(f"{RUN}/{STEP}2", model)
+    with pytest.raises(FileNotFoundError):
+        checkpoint.remove(f"{RUN}/other")
+    checkpoint.save(RUN, model, step=3)
+    assert names(RUN) == ["1", "3"]
+    assert {name for name in objects(RUN) if "1/" not in name and "3/" not in name} == {
+        f"{STEP}2/notes.txt",
+        f"other/{FILE}",
+    }
+
+
+@pytest.mark.parametrize("data", [None, b"", b"short", b"\xff"])
+def test_a_damaged_object_is_named_and_passed_over(data: bytes | None) -> None:
+    model = trained()
+    good, bad = (checkpoint.save(RUN, model, step=step).path for step in (1, 2))
+    fs, root = fsspec.core.url_to_fs(RUN)
+    whole = fs.cat_file(f"{root}/{STEP}2/{FILE}")
+    if data is None:
+        fs.rm_file(f"{root}/{STEP}2/{FILE}")
+    else:
+        fs.pipe_file(f"{root}/{STEP}2/{FILE}", whole[:-1] + data if data == b"\xff" else data)
+    if data == b"\xff":
+        assert "has other bytes than were saved" in checkpoint.verify(bad)[0]
+    else:
+        assert checkpoint.latest(RUN) == good and FILE in checkpoint.verify(bad)[0]
+    before = values_of(model)
+    with pytest.raises(checkpoint.CheckpointDamaged, match=f"{RUN}/{STEP}2/{FILE}"):
+        checkpoint.load(bad, model)
+    assert same(values_of(model), before)
+
+
+def lock(count: int = 0, **holder: Any) -> str:
+    """Put another job's lock there; its name."""
+    fs, root = fsspec.core.url_to_fs(RUN)
+    fs.pipe_file(f"{root}/.lock-000000007", json.dumps({"holder": "process 1 on x", "count": count, **holder}).encode())
+    return f"{root}/.lock-000000007"
+
+
+def test_a_job_that_lives_refuses_another_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_saves, "_LOOK_SECONDS", 0.0)
+    lock()
+    monkeypatch.setattr(object_saves.time, "sleep", lambda _: lock(1))
+    with pytest.raises(BlockingIOError, match=f"{RUN}: another save is under way there, by process 1 on x: give"):
+        checkpoint.save(RUN, trained(), step=1)
+    assert checkpoint.steps(RUN) == [] and objects(RUN) == {}
+
+
+def test_a_save_of_this_process_refuses_as_well() -> None:
+    lease = object_saves.Lease(Url(RUN))
+    with pytest.raises(BlockingIOError, match=f"process {os.getpid()} on"):
+        checkpoint.save(RUN, trained(), step=1)
+    lease.release()
+    checkpoint.save(RUN, trained(), step=1)
+
+
+def test_a_job_that_died_elsewhere_is_waited_for_and_what_it_may_still_write_does_no_harm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The lock stays as it was for as long as a lease; the step gets a name that the dead one does not write to."""
+    monkeypatch.setattr(object_saves, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(object_saves, "_LEASE_SECONDS", 0.1)
+    name = lock()
+    begin = time.monotonic()
+    path = checkpoint.save(RUN, trained(), step=1).path
+    assert time.monotonic() - begin >= 0.1 and path.name == f"{STEP}1.8"
+    fs, root = fsspec.core.url_to_fs(RUN)
+    assert not fs.exists(name)
+    fs.pipe_file(f"{root}/{STEP}1/{FILE}", b"late")
+    assert checkpoint.latest(RUN) == path and checkpoint.verify(path) == []
+
+
+def test_a_save_that_was_taken_for_dead_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, write_all = checkpoint.save(RUN, trained(), step=1).path, files.write_all
+
+    def overtaken(*arguments: Any) -> int:
+        lock()
+        return write_all(*arguments)
+
+    monkeypatch.setattr(files, "write_all", overtaken)
+    with pytest.raises(OSError, match="another save took this one for dead and began: nothing is written"):
+        checkpoint.save(RUN, trained(), step=2)
+    assert checkpoint.steps(RUN) == [good]
+
+
+def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_goes_on_at_once(tmp_path: Path) -> None:
+    """The process is gone from this machine, so that nobody waits until its lock is old."""
+    url = f"file://{tmp_path}/run"
+    program = (
+        "import os, signal, sys\n"
+        "from checkpoint_cases import trained\n"
+        "from shardwise import checkpoint\n"
+        "from shardwise.sharding.checkpoint import files\n"
+        "checkpoint.save(sys.argv[1], trained(), step=1)\n"
+        "written = files.write_all\n"
+        "def kill(file, data):\n"
+        "    written(file, memoryview(data).cast('B')[: len(memoryview(data).cast('B')) // 2])\n"
+        "    if len(data) > 300: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return written(file, memoryview(data).cast('B')[len(memoryview(data).cast('B')) // 2 :])\n"
+        "files.write_all = kill\n"
+        "checkpoint.save(sys.argv[1], trained(), step=2)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", program, url], env=env, timeout=120)
+    assert ended.returncode == -9
+    assert f"{STEP}2/{FILE}" in objects(url) and names(url) == ["1"]
+    newest = checkpoint.latest(url)
+    assert newest is not None and checkpoint.verify(newest) == []
+    begin = time.monotonic()
+    assert checkpoint.save(url, trained(), step=2).path.name == f"{STEP}2.4"
+    assert time.monotonic() - begin < object_saves._LEASE_SECONDS / 2
+    assert names(url) == ["1", "2.4"] and f"{STEP}2/{FILE}" not in objects(url)
+
+
+def wide(rows: int) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection([EmbeddingBagConfig(rows, 16, "t", feature_names=["f"])])
+
+
+def test_only_the_rows_that_are_wanted_are_read() -> None:
+    path = checkpoint.save(RUN, wide(4096), step=1).path
+    manifest = len(objects(RUN)[f"{STEP}1/manifest.json"])
+    FailingStore.reset()
+    policy = checkpoint.LoadPolicy(resized="overlap")
+    checkpoint.load(path, wide(100), policy=policy, verify=False)
+    # of 256 KiB two looks at the header, and 100 of 4096 rows of 16 numbers
+    assert FailingStore.bytes_read == manifest + 2 * storage._AHEAD_BYTES + 100 * 16 * 4
+    assert FailingStore.names.count("get") == 4
+
+
+def test_no_more_than_a_block_is_in_memory_and_a_long_one_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide(4096)
+    path, largest, cat = checkpoint.save(RUN, model, step=1).path, [0], storage.cat
+    monkeypatch.setattr(files, "BLOCK_BYTES", 64 * 1024)
+    monkeypatch.setattr(storage, "_PIECE_BYTES", 20_000)
+
+    def counted(file: Url, begin: int, end: int) -> bytes:
+        data = cat(file, begin, end)
+        largest[0] = max(largest[0], len(data))
+        return data
+
+    monkeypatch.setattr(storage, "cat", counted)
+    FailingStore.reset()
+    # of half the columns no more bytes are read at a time either
+    with checkpoint_source(path) as source:
+        for block in source.blocks(source.manifest.tensors[0]):
+            assert block.nbytes <= 64 * 1024
+        half = source._files.read(source.manifest.tensors[0], ((10, 4000), (3, 8)))
+    assert torch.equal(half, model.state_dict()["embedding_bags.t.weight"][10:4000, 3:8])
+    assert largest[0] <= 64 * 1024 and FailingStore.names.count("get") > 3 * 4
+
+
+def checkpoint_source(path: Any) -> Any:
+    from shardwise.sharding.checkpoint.offline import Source
+
+    return Source(path)
+
+
+@pytest.mark.parametrize(
+    "url, kind, match",
+    [
+        ("strange://bucket/x", ValueError, "strange://bucket/x: Protocol not known"),
+        ("simplecache::memory://x", ValueError, "is a chain of URLs"),
+        ("ftp://me:word@host/x", ValueError, "'host/x' has a password"),
+        (Path("s3://bucket/x"), ValueError, "was a URL before it was a Path"),
+        ("gs://bucket/x", ImportError, r"gs://bucket/x: .*gcsfs.*pip install"),
+    ],
+)
+def test_urls_that_cannot_be_used_are_refused(url: Any, kind: type[Exception], match: str) -> None:
+    if "gs" in str(url) and any(name == "gcsfs" for name in sys.modules):
+        pytest.skip("gcsfs is installed")
+    for ask in (checkpoint.latest, checkpoint.verify, lambda place: checkpoint.save(place, trained(), step=1)):
+        with pytest.raises(kind, match=match):
+            ask(url)
+
+
+def test_a_local_path_never_meets_fsspec(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from checkpoint_cases import trained\n"
+        "from shardwise import checkpoint\n"
+        "path = checkpoint.save(sys.argv[1], trained(), step=1).path\n"
+        "checkpoint.load(checkpoint.latest(sys.argv[1]), trained())\n"
+        "def refuse(*_): raise AssertionError('fsspec')\n"
+        "fs = sys.modules.get('fsspec.core')\n"
+        "if fs is not None: fs.url_to_fs = refuse\n"
+        "checkpoint.load(path, trained())\n"
+        "checkpoint.save(sys.argv[1], trained(), step=2)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=env, timeout=120).returncode == 0
+
+
+def test_commands_take_urls() -> None:
+    """In memory:// all of them run in this process."""
+    runner, url = CliRunner(), "memory://commands/run"
+    for step in (1, 2):
+        checkpoint.save(url, trained("adam", step), step=step)
+
+    def said(*command: str, status: int = 0) -> str:
+        result = runner.invoke(cli.commands(), ["ckpt", *command])
+        assert result.exit_code == status, result.output
+        return result.output
+
+    assert json.loads(said("show", f"{url}/{STEP}1", "--json"))["path"] == f"{url}/{STEP}1"
+    assert f"{url}/{STEP}2: good" in said("verify", url)
+    assert "differs in" in said("diff", f"{url}/{STEP}1", url, status=1)
+    assert said("reshard", url, "memory://commands/cut", "--world-size", "2").endswith(
+        f"memory://commands/cut/{STEP}2\n"
+    )
+    said("export", url, "memory://commands/whole.safetensors")
+    assert "memory://commands/nothing is no checkpoint" in said("show", "memory://commands/nothing", status=2)
+    assert "gs://bucket/run: " in said("show", "gs://bucket/run", status=2)
+    assert "has a password" in said("show", "ftp://me:word@host/x", status=2)
+
+
+def test_a_url_is_a_place_like_a_path() -> None:
+    url = checkpoint.locate("S3://bucket/runs/7/")
+    assert (str(url), url.name, str(url.parent), str(url / "best")) == (
+        "s3://bucket/runs/7",
+        "7",
+        "s3://bucket/runs",
+        "s3://bucket/runs/7/best",
+    )
+    assert os.fspath(url) == "s3://bucket/runs/7" and checkpoint.locate(url) is url
+    assert checkpoint.locate("runs/7") == Path("runs/7")
