@@ -27,8 +27,11 @@ PICTURE = r"!\[.*?\]\(../pictures/(.*?)\)"
 # how many statements of a page say what they give
 SAID = {
     "accumulation": range(5, 6),
+    "autocast": range(3, 4),
     "checkpoints": range(11, 1000),
     "checkpoints_convert": range(10, 1000),
+    "compile_step": range(1, 2),
+    "early_stopping": range(1, 2),
     "export": range(4, 5),
     "fbgemm": range(100, 1000),
     "jagged": range(61, 1000),
@@ -36,6 +39,7 @@ SAID = {
     "pipelines": range(12, 13),
     "planner": range(12, 1000),
     "reliability": range(1, 1000),
+    "schedules": range(2, 3),
     "sharding": range(16, 1000),
     "tiers": range(7, 1000),
     "tuning": range(1, 2),
