@@ -85,15 +85,17 @@ def test_all_ranks_stop_in_the_same_epoch(ranks: int) -> None:
 class Twin(nn.Module):
     """A recipe's model in plain torch, its table and its layers those of `model`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         weights = {name.partition("ebc.embedding_bags.item.")[2]: p for name, p in model.named_parameters()}
         self.table = nn.EmbeddingBag.from_pretrained(weights["weight"].detach().clone(), freeze=False, mode="sum")
-        self.over = type(model)().over
-        self.over.load_state_dict(model.get_submodule("over").state_dict())
+        self.over: nn.Module = type(model)().over
+        self.over.load_state_dict(model.over.state_dict())
 
     def forward(self, ids: Any) -> Tensor:
-        return self.over(self.table(ids.values(), ids.offsets()[:-1])).squeeze(1)
+        pooled: Tensor = self.table(ids.values(), ids.offsets()[:-1])
+        logits: Tensor = self.over(pooled)
+        return logits.squeeze(1)
 
 
 def groups_of(twin: Twin, table: float, dense: float) -> torch.optim.SGD:
@@ -114,7 +116,7 @@ def test_scheduled_rates_reach_the_rows_in_the_step_they_are_for() -> None:
     plain = groups_of(twin, 0.4, 0.1)
     schedules.train(twin, plain, schedules.schedule(plain), range(schedules.STEPS))
     torch.testing.assert_close(table_of(model), twin.table.weight.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(model.module.over.weight, twin.over.weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.module.over.weight, twin.over.get_parameter("weight"), rtol=1e-5, atol=1e-6)
 
 
 def test_rates_are_a_step_late_where_zero_grad_comes_before_the_schedule() -> None:
