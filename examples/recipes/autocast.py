@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,8 +107,9 @@ def main() -> None:
         env = ShardingEnv.from_local(world_size=1, rank=0)
 
     model, optimizer = build(env)
+    inner: Any = model.module
     kinds: dict[str, torch.dtype] = {}
-    for name, part in {"pooled": model.module.ebc, "layers": model.module.over}.items():
+    for name, part in {"pooled": inner.ebc, "layers": inner.over}.items():
         part.register_forward_hook(
             lambda module, args, out, name=name: kinds.update({name: getattr(out, "dtype", None) or out.values().dtype})
         )

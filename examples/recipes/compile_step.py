@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -66,7 +67,9 @@ def batch_of(seed: int, batch_size: int) -> Batch:
     return KeyedJaggedTensor(["item"], ids, lengths=lengths), (lengths > 1).float()
 
 
-def train(model: nn.Module, optimizer: CombinedOptimizer, batches: list[Batch], mark: bool = False) -> float:
+def train(
+    model: Callable[..., Tensor], optimizer: CombinedOptimizer, batches: list[Batch], mark: bool = False
+) -> float:
     """The last loss; `mark` has the first graph serve any number of ids."""
     loss = torch.empty(0)
     for ids, labels in batches:

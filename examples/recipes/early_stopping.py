@@ -80,6 +80,7 @@ def main() -> None:
     train, test = samples(1, 24)[env.rank :: env.world_size], samples(2, 24)[env.rank :: env.world_size]
 
     best, best_epoch, weights = float("inf"), 0, {}
+    epoch, ne = 0, best
     for epoch in range(1, 101):
         for ids, labels in train:
             optimizer.zero_grad()

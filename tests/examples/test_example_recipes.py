@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from forked import run_script
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from shardwise import ShardingEnv
+from shardwise import ShardingEnv, checkpoint
 
 # a step of two ranks takes the paths of one as well
 RANKS = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
@@ -142,6 +143,26 @@ def test_rates_are_a_step_late_where_zero_grad_comes_before_the_schedule() -> No
         plain.param_groups[0]["lr"] = late
         rates.step()
     torch.testing.assert_close(table_of(model), twin.table.weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_schedule_made_after_a_load_goes_on_from_wrong_rates(tmp_path: Path) -> None:
+    """What the page warns of: the schedule's first rates are written over those that were loaded."""
+    schedules = recipe("schedules")
+    env = ShardingEnv.from_local(1, 0)
+    model, optimizer = schedules.build(env)
+    rates = schedules.schedule(optimizer)
+    schedules.train(model, optimizer, rates, range(6))
+    checkpoint.save(tmp_path, model, optimizer, step=6)
+    path = checkpoint.latest(tmp_path)
+    assert path is not None
+    wanted, saved = [group["lr"] for group in optimizer.param_groups], rates.state_dict()
+    for before in (True, False):
+        resumed, optimizer = schedules.build(env)
+        rates = schedules.schedule(optimizer) if before else None
+        checkpoint.load(path, resumed, optimizer)
+        rates = rates or schedules.schedule(optimizer)
+        rates.load_state_dict(saved)
+        assert ([group["lr"] for group in optimizer.param_groups] == wanted) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
