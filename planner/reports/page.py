@@ -5,6 +5,7 @@ The page has no scripts and fetches nothing; details open by `<details>`, hoveri
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -64,6 +65,19 @@ def report(planned: Planned) -> str:
         *_settings(planned),
     ]
     return document(title, style_sheet(), body)
+
+
+def picture(planned: Planned) -> str:
+    """Each rank's time by table as an SVG that stands alone, for a notebook or a slide, in light colours."""
+    chart, *_ = re.findall(r'<svg class="chart".*?</svg>', "".join(by_table(planned, rows(planned))), re.DOTALL)
+    lasting = re.sub(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}", "", style_sheet())
+    # rules of a page would have their way with what is around the picture
+    kept = (":root", "svg text", ".well", ".grid", ".line", ".bound", ".b", ".end", ".mid", ".s-", ".p-", ".f-")
+    rules = [(name.strip(), what) for name, what in re.findall(r"([^{}]+)\{([^{}]*)\}", lasting)]
+    style = "".join(f"{name}{{{what}}}" for name, what in rules if name.startswith(kept))
+    (shapes,) = re.findall(r"<defs>.*</defs>", patterns(), re.DOTALL)
+    begin = '<svg xmlns="http://www.w3.org/2000/svg" style="background:#fcfcfa" '
+    return chart.replace("<svg ", begin, 1).replace(">", f"><style>{style}</style>{shapes}", 1)
 
 
 def _summary(planned: Planned) -> list[str]:

@@ -27,10 +27,13 @@ PICTURE = r"!\[.*?\]\(../pictures/(.*?)\)"
 # how many statements of a page say what they give
 SAID = {
     "accumulation": range(5, 6),
+    "autocast": range(3, 4),
     "checkpoints": range(11, 1000),
     "checkpoints_convert": range(10, 1000),
     "debug": range(5, 1000),
     "evaluate": range(6, 1000),
+    "compile_step": range(1, 2),
+    "early_stopping": range(1, 2),
     "export": range(4, 5),
     "fbgemm": range(100, 1000),
     "install": range(1, 2),
@@ -44,6 +47,7 @@ SAID = {
     "resume": range(4, 1000),
     "serve": range(4, 1000),
     "shard": range(6, 1000),
+    "schedules": range(2, 3),
     "sharding": range(16, 1000),
     "tiers": range(7, 1000),
     "train": range(3, 1000),

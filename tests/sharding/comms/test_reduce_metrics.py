@@ -103,7 +103,7 @@ def test_what_is_wrong_on_one_rank_is_told_on_all() -> None:
 
 def test_without_a_process_group_a_metric_is_its_own_sum() -> None:
     logits, labels, _ = samples()
-    window = MetricWindow(StreamingNE(), samples=4_000)
+    window = MetricWindow(StreamingNE(), samples=4_000, pieces=2)
     window.update(logits, labels)
     (total,) = reduce_metrics([window.latest()])
     assert total.compute() == window.latest().compute() and total.samples == 2_000
