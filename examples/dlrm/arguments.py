@@ -11,10 +11,13 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
+# what a run does with files of another one, not what it is
+STARTS = ("config", "resume", "overwrite")
 # model.py and training.py have what these are
 Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 Pipeline = Literal["none", "base", "sparse_dist", "prefetch"]
@@ -58,6 +61,8 @@ class Options:
     resume: bool = False  # go on from the last checkpoint, if there is one
     overwrite: bool = False  # start anew where there are checkpoints, unless --resume is given
     metrics: Path | None = None  # write metrics to this file, a JSON object a line
+    tensorboard: Path | None = None  # write metrics into this folder for TensorBoard
+    wandb: str | None = None  # send metrics to this project of Weights & Biases; WANDB_MODE=offline keeps them here
     log_every: int = 50  # steps of a line of metrics
     json: Path | None = None  # write configuration and results to this file
     page: Path | None = None  # write the run as one page of HTML to this file
@@ -170,11 +175,16 @@ def check(options: Options) -> None:
     for name in ("checkpoint_every", "checkpoint_async", "resume", "overwrite"):
         if getattr(options, name) and options.checkpoint_dir is None:
             raise ValueError(f"{flag(name)} needs --checkpoint-dir")
-    for name in ("json", "metrics", "page", "checkpoint_dir", "export"):
+    for name in ("tensorboard", "wandb"):
+        found = None if getattr(options, name) is None else find_spec(name)
+        # a folder of that name, such as wandb makes, is found as a package without a file
+        if getattr(options, name) is not None and (found is None or found.origin is None):
+            raise ValueError(f'{flag(name)} needs {name}: pip install ".[track]" in a checkout of shardwise')
+    for name in ("json", "metrics", "page", "tensorboard", "checkpoint_dir", "export"):
         path: Path | None = getattr(options, name)
         if path is None:
             continue
-        folder = path if name == "checkpoint_dir" else path.parent
+        folder = path if name in ("checkpoint_dir", "tensorboard") else path.parent
         # before training, which would be lost
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -195,3 +205,19 @@ def as_text(options: Options) -> dict[str, Any]:
     """Every option by its name, as JSON and TOML can hold it."""
     values = {field.name: getattr(options, field.name) for field in fields(options)}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def write_file(options: Options, path: Path) -> None:
+    """All options that are set, as a file for `--config`; at any moment there is a whole one or none."""
+    import tomli_w
+
+    table = {name: value for name, value in as_text(options).items() if value is not None and name not in STARTS}
+    aside = path.with_name(path.name + ".new")
+    aside.write_text(tomli_w.dumps(table), encoding="utf-8")
+    os.replace(aside, path)
+
+
+def differences(before: Options, now: Options) -> list[str]:
+    """What is set otherwise, in words."""
+    pairs = ((name, value, as_text(now)[name]) for name, value in as_text(before).items() if name not in STARTS)
+    return [f"{flag(name)} was {old} and is {new}" for name, old, new in pairs if old != new]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from arguments import Options
+from arguments import Options, differences, read_file, write_file
 from torch import Tensor
 
 from shardwise import CombinedOptimizer, DistributedModelParallel, checkpoint
@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 # so many lines of metrics are remembered for the page; of more, every second one
 HISTORY = 600
+# in the folder of checkpoints: the options of the run, for --config
+CONFIG = "config.toml"
 # options that make another model or another order of batches: a run cannot go on with others
 SETTINGS = ("steps", "dim", "optimizer", "lr", "seed")
 
@@ -171,6 +173,25 @@ class Checkpoints:
         progress.history = [(step, loss, rate) for step, loss, rate in progress.history]
         self._saved_step = progress.step
         return progress
+
+    def record_options(self, *, resumed: bool) -> str | None:
+        """Rank 0 writes the options beside the checkpoints; of a run that goes on, which were others before."""
+        folder = self._args.checkpoint_dir
+        if folder is None or dist.get_rank() != 0:
+            return None
+        path, notice = folder / CONFIG, None
+        try:
+            if resumed and path.exists():
+                changed = differences(Options(**read_file(path)), self._args)
+                notice = f"resumed with other options: {'; '.join(changed)}" if changed else None
+        except ValueError as error:
+            notice = str(error)
+        try:
+            write_file(self._args, path)
+        except (OSError, UnicodeError) as error:
+            # a checkpoint has what resuming needs
+            notice = f"the options are not written beside the checkpoints: {error}"
+        return notice
 
     def due(self, step: int) -> bool:
         every = self._args.checkpoint_every

@@ -29,11 +29,11 @@ from terminal import Terminal
 
 if TYPE_CHECKING:
     import torch
-    from report import Logger
+    from report import Tracker
 
 
-def main(argv: Sequence[str] | None = None, logger: Logger | None = None) -> dict[str, Any]:
-    """Trains as the arguments say and returns what `--json` writes; rank 0 gives its metrics to `logger` too."""
+def main(argv: Sequence[str] | None = None, trackers: Sequence[Tracker] = ()) -> dict[str, Any]:
+    """Trains as the arguments say and returns what `--json` writes; rank 0 gives its metrics to `trackers` too."""
     args = parse((__doc__ or "").split("\n\n")[0], argv)
     with Terminal(active=os.environ.get("RANK", "0") == "0") as terminal:
         # torch takes seconds to import, and what is wrong with the arguments is told before
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, logger: Logger | None = None) -> dic
         # a process group that was there already knows better
         terminal.active = dist.get_rank() == 0
         try:
-            return training.run(args, device, logger, terminal)
+            return training.run(args, device, trackers, terminal)
         except RankFailure as failure:
             # the rank that is the cause has said more; torchrun starts all of them anew
             raise SystemExit(f"train.py: {failure}") from failure

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -21,11 +21,12 @@ from health import LookupCounts, health_of_tables
 from model import build_model, build_optimizer
 from page import Run, write_page
 from progress import Checkpoints, Progress, require_no_checkpoints
-from report import Logger, Report, without_nan
+from report import Report, Tracker, without_nan
 from serving import quantize
 from summary import caches, closing, epochs_table, hit_rate, plan_in_short
-from terminal import Terminal
+from terminal import Bar, Terminal
 from torch import Tensor
+from trackers import trackers_of
 from try_next import TABLES, example_request, next_steps, write_tables
 
 import shardwise
@@ -70,8 +71,8 @@ class Job:
         return {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
 
 
-def run(args: Options, device: torch.device, logger: Logger | None, terminal: Terminal) -> dict[str, Any]:
-    """Trains as the arguments say, on all ranks together; what `--json` writes."""
+def run(args: Options, device: torch.device, trackers: Sequence[Tracker], terminal: Terminal) -> dict[str, Any]:
+    """Trains as the arguments say, on all ranks together; what `--json` writes. Rank 0 tells `trackers` besides."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if args.export is not None:
         try:
@@ -97,18 +98,21 @@ def run(args: Options, device: torch.device, logger: Logger | None, terminal: Te
     job = Job(args, device, source, model, optimizer, counts, terminal)
 
     best = BestWeights(args, model, source)
-    progress = train(job, best, logger)
-    epochs, chosen = progress.epochs, best_epoch(progress.epochs)
-    best_step = int(sum(epoch["steps"] for epoch in epochs[: chosen + 1]))
-    kept = True
-    with terminal.doing("testing the best epoch's tables as int8"):
-        if chosen < len(epochs) - 1:
-            kept = best.restore(best_step)
-        served, weights = quantize(model, source, args.dim)
-        quantized = evaluate_quantized(args, served, source, job.share)
-    if not kept:
-        terminal.say(f"the weights of epoch {chosen + 1} were not kept: what follows is of the last one")
-        chosen = len(epochs) - 1
+    with Report([*trackers_of(args), *trackers], terminal, active=rank == 0) as report:
+        progress = train(job, best, report)
+        epochs, chosen = progress.epochs, best_epoch(progress.epochs)
+        best_step = int(sum(epoch["steps"] for epoch in epochs[: chosen + 1]))
+        kept = True
+        with terminal.doing("testing the best epoch's tables as int8"):
+            if chosen < len(epochs) - 1:
+                kept = best.restore(best_step)
+            served, weights = quantize(model, source, args.dim)
+            quantized = evaluate_quantized(args, served, source, job.share)
+        if not kept:
+            terminal.say(f"the weights of epoch {chosen + 1} were not kept: what follows is of the last one")
+            chosen = len(epochs) - 1
+        final = {name: epochs[chosen][name] for name in ("epoch", "train_loss", "test_auc", "test_ne")}
+        report.finish({**final, "int8_test_auc": quantized["test_auc"], "int8_test_ne": quantized["test_ne"]})
     result: dict[str, Any] = {
         "config": as_text(args),
         "world_size": world_size,
@@ -161,7 +165,7 @@ def open_source(args: Options) -> Source:
         raise SystemExit(f"train.py: {error}") from None
 
 
-def train(job: Job, best: BestWeights, logger: Logger | None) -> Progress:
+def train(job: Job, best: BestWeights, report: Report) -> Progress:
     """Trains until the last epoch, or until `--patience` ends it, and keeps the best epoch's weights on the way."""
     args, source, model, terminal = job.args, job.source, job.model, job.terminal
     checkpoints = Checkpoints(args, source, model, job.optimizer)
@@ -172,7 +176,10 @@ def train(job: Job, best: BestWeights, logger: Logger | None) -> Progress:
         terminal.say(
             f"resumed at step {progress.step}, which is step {progress.epoch_step} of epoch {progress.epoch + 1}"
         )
-    start = {"step": progress.step, "finished_epochs": len(progress.epochs)}
+    notice = checkpoints.record_options(resumed=progress.step > 0)
+    if notice is not None:
+        terminal.say(notice)
+    report.start(as_text(args), step=progress.step, finished_epochs=len(progress.epochs))
     with terminal.doing("counting the training samples"):
         samples = source.train_samples
     steps = args.steps if samples is None else min(samples // args.batch_size, args.steps or samples)
@@ -181,8 +188,8 @@ def train(job: Job, best: BestWeights, logger: Logger | None) -> Progress:
     with (
         model.watched("in training"),
         terminal.bar(None if steps is None else args.epochs * steps) as bar,
-        Report(args.metrics, logger, bar, active=dist.get_rank() == 0, **start) as report,
     ):
+        report.bar = bar
         bar.at(progress.step)
         while progress.epoch < args.epochs and not _out_of_patience(args, progress):
             begun = {"epoch": progress.epoch, "start_step": progress.epoch_step}
@@ -191,7 +198,7 @@ def train(job: Job, best: BestWeights, logger: Logger | None) -> Progress:
                 batches = islice(batches, args.steps - progress.epoch_step)
             bar.phase(f"epoch {progress.epoch + 1}/{args.epochs}")
             losses = train_steps(job, job.counts.counted(batches))
-            train_epoch(job, losses, progress, checkpoints, report, clock)
+            train_epoch(job, losses, progress, checkpoints, report, bar, clock)
             if progress.epoch_step == 0:
                 short = f"the training samples of {args.data} do not fill a batch of {args.batch_size}"
                 raise SystemExit(f"train.py: {short}")
@@ -281,7 +288,13 @@ class Clock:
 
 
 def train_epoch(
-    job: Job, losses: Iterator[Tensor], progress: Progress, checkpoints: Checkpoints, report: Report, clock: Clock
+    job: Job,
+    losses: Iterator[Tensor],
+    progress: Progress,
+    checkpoints: Checkpoints,
+    report: Report,
+    bar: Bar,
+    clock: Clock,
 ) -> None:
     """Trains the rest of an epoch by drawing its `losses`; writes metrics and saves checkpoints on the way."""
     args = job.args
@@ -292,8 +305,8 @@ def train_epoch(
         rank_sum += loss
         progress.advance()
         if clock.advance():
-            report.bar.restart_clock()
-        report.bar.at(progress.step)
+            bar.restart_clock()
+        bar.at(progress.step)
         ends_line, save = progress.step % args.log_every == 0, checkpoints.due(progress.step)
         if ends_line or save:
             progress.gather(rank_sum, **clock.look())

@@ -36,19 +36,25 @@ class Interrupted(Exception):
     """Stands for what ends a process in the middle of an epoch."""
 
 
-class Scalars:
-    """A logger that keeps what it is given."""
+class Kept:
+    """A tracker that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.given: list[tuple[str, float, int]] = []
+        self.told: list[tuple[str, Any]] = []
 
-    def add_scalar(self, tag: str, value: float, step: int, /) -> None:
-        self.given.append((tag, value, step))
+    def start(self, config: dict[str, Any], *, step: int, finished_epochs: int) -> None:
+        self.told.append(("start", {**config, "step": step, "finished_epochs": finished_epochs}))
+
+    def log(self, metrics: dict[str, float], *, epoch: int, step: int) -> None:
+        self.told.append(("log", {**metrics, "epoch": epoch, "step": step}))
+
+    def finish(self, final: dict[str, float] | None) -> None:
+        self.told.append(("finish", final))
 
 
-def train(folder: Path, *argv: str, logger: Any = None) -> dict[str, Any]:
+def train(folder: Path, *argv: str, trackers: Any = ()) -> dict[str, Any]:
     places = ("--checkpoint-dir", str(folder / "checkpoints"), "--metrics", str(folder / "metrics.jsonl"), "--resume")
-    result: dict[str, Any] = example().main([*TRAIN, *places, *argv], logger)
+    result: dict[str, Any] = example().main([*TRAIN, *places, *argv], trackers)
     return result
 
 
@@ -183,20 +189,25 @@ def refusal(folder: Path, *argv: str) -> str:
     return str(stopped.value)
 
 
-def with_logger(folder: Path) -> tuple[list[tuple[str, float, int]], dict[str, Any]]:
-    scalars = Scalars()
-    return scalars.given, train(folder, logger=scalars)
+def with_tracker(folder: Path) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+    kept = Kept()
+    return kept.told, train(folder, trackers=[kept])
 
 
 @pytest.mark.ranks
-def test_a_logger_gets_the_metrics_on_rank_0_alone(tmp_path: Path, undisturbed: Callable[..., Run]) -> None:
+def test_a_tracker_is_told_what_the_file_has_on_rank_0_alone(tmp_path: Path, undisturbed: Callable[..., Run]) -> None:
     _, written = undisturbed(2)
-    (given, result), (others, _) = run_ranks(2, with_logger, tmp_path)
-    losses = {step: value for tag, value, step in given if tag == "loss"}
-    assert losses == {line["step"]: line["loss"] for line in written if "loss" in line}
-    assert [value for tag, value, _ in given if tag == "test_auc"] == [e["test_auc"] for e in result["epochs"]]
-    assert {value for tag, value, _ in given if tag == "lr"} == {0.02}
-    assert others == []
+    (told, result), (others, _) = run_ranks(2, with_tracker, tmp_path)
+    assert others == [] and [what for what, _ in told] == ["start", *["log"] * len(written), "finish"]
+    logged = [{name: value for name, value in line.items() if name not in TIMES} for _, line in told[1:-1]]
+    assert logged == written
+    config, final = told[0][1], told[-1][1]
+    assert (config["dim"], config["step"], config["finished_epochs"]) == (8, 0, 0)
+    best = result["epochs"][result["best_epoch"] - 1]
+    assert final == {
+        **{name: best[name] for name in ("epoch", "train_loss", "test_auc", "test_ne")},
+        "int8_test_auc": result["int8"]["test_auc"], "int8_test_ne": result["int8"]["test_ne"],
+    }  # fmt: skip
 
 
 @pytest.mark.ranks
