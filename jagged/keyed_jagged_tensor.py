@@ -62,7 +62,7 @@ class KeyedJaggedTensor(Keyed, Bags):
     they travel with their bags wherever ids do. A lookup takes ids, [L], alone.
 
     Give lengths [bags] (or [keys, batch]) or offsets [bags + 1]. Without `stride` the bags are shared out evenly over
-    the keys. `stride_per_key_per_rank`, a list [keys][ranks] or an int tensor on the cpu, gives each key its own batch
+    the keys. `stride_per_key_per_rank`, a list `[keys][ranks]` or an int tensor on the cpu, gives each key its own batch
     size (its sum over ranks), and so does `stride_per_key`. `stride` alone matters where there are no keys.
 
         kjt = KeyedJaggedTensor(["user", "item"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1, 0]))
@@ -323,7 +323,7 @@ class KeyedJaggedTensor(Keyed, Bags):
         return list(self._strides.per_key)
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Batch sizes [keys][ranks] where keys differ, else an empty list."""
+        """Batch sizes `[keys][ranks]` where keys differ, else an empty list."""
         return [] if self._strides.sizes is None else self._strides.per_rank
 
     def variable_stride_per_key(self) -> bool:

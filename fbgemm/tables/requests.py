@@ -22,7 +22,7 @@ _CANDIDATES = 20
 
 @dataclass
 class TBERequest:
-    """A batch: indices [N], offsets, per-sample weights [N], and batch sizes [T][R] where they differ."""
+    """A batch: indices [N], offsets, per-sample weights [N], and batch sizes `[T][R]` where they differ."""
 
     indices: Tensor
     offsets: Tensor

@@ -79,8 +79,7 @@ def load(
         CheckpointDamaged: a file is cut off, changed, or not what it should be.
         CheckpointMismatch: checkpoint and model differ in what the policy does not allow; has the whole report.
         ValueError: an optimizer state is not finite, or states per row would have to be split without `resplit`.
-        FileNotFoundError: there is no finished checkpoint.
-        All ranks raise, and nothing was changed.
+        FileNotFoundError: there is no finished checkpoint. All ranks raise each of these, and nothing was changed.
     """
     path, link = Path(path), link_of(model)
 

@@ -104,8 +104,7 @@ def save(
         ValueError, TypeError: something cannot be saved; names it.
         OSError: the disk is full, or the folder cannot be written.
         BlockingIOError: another job is saving into the folder.
-        RankFailure: the process of a rank is gone.
-        All ranks raise, and older checkpoints stay.
+        RankFailure: the process of a rank is gone. All ranks raise each of these, and older checkpoints stay.
     """
     folder, link = Path(folder).absolute(), link_of(model)
 

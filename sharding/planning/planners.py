@@ -168,7 +168,7 @@ class EmbeddingPlannerBase(ABC):
 
         Raises:
             RuntimeError: there is no process group.
-            What `plan` raises, on all ranks.
+            PlannerError, ValueError: as `plan` does, on all ranks.
         """
         group = pg or (dist.group.WORLD if dist.is_initialized() else None)
         if group is None:
@@ -231,7 +231,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         seconds: stop our search then; by default it does a fixed amount of work, which gives the same plan every time.
 
     Raises:
-        As `EmbeddingPlannerBase`.
+        RuntimeError, ValueError: as `EmbeddingPlannerBase`.
 
     Example:
         >>> planner = EmbeddingShardingPlanner(Topology(world_size=8, compute_device="cuda"), batch_size=4096)
@@ -461,7 +461,7 @@ def plan_for(
     """The plan that a model gets where none is given, the same on all ranks, which call this together.
 
     Raises:
-        As `EmbeddingShardingPlanner.plan`, on all ranks.
+        PlannerError: as `EmbeddingShardingPlanner.plan`, on all ranks.
     """
 
     def make() -> ShardingPlan:
