@@ -80,7 +80,11 @@ def plan_permutes(permutes: Tensor, tensors: Sequence[Tensor], out_widths: Seque
 
 
 def dims_of(offsets: Sequence[int], columns: int) -> list[int]:
-    """Columns of tables that begin at these offsets."""
+    """Columns of tables that begin at these offsets.
+
+    Raises:
+        ValueError: the offsets fall, or pass the last of `columns`.
+    """
     dims = [end - begin for begin, end in pairwise([0, *offsets[1:], columns])]
     if min(dims) < 0:
         raise ValueError(

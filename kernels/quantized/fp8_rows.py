@@ -17,8 +17,8 @@ from ..features import segment_of_position
 from .small_floats import float8_codes, float8_constants, float8_values, from_float8_ref
 
 FORWARD = (4, 15, 0.9375, torch.float8_e4m3fn, 2.0**8)
-"""Of forward: bits of exponent, bias, largest number of a scaled row, the dtype of torch with the same bits, and how many
-times as large its numbers are."""
+"""Of forward: bits of exponent, bias, largest number of a scaled row, torch's dtype of the same bits, and by how
+many times its numbers are larger."""
 BACKWARD = (5, 31, 0.875, torch.float8_e5m2, 2.0**16)
 """The same of backward."""
 # what FBGEMM adds to a row's largest number before it divides by it

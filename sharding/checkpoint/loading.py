@@ -80,6 +80,18 @@ def load(
         CheckpointMismatch: checkpoint and model differ in what the policy does not allow; has the whole report.
         ValueError: an optimizer state is not finite, or states per row would have to be split without `resplit`.
         FileNotFoundError: there is no finished checkpoint. All ranks raise each of these, and nothing was changed.
+
+    Example:
+        >>> import tempfile
+        >>> config = EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])
+        >>> saved, model = EmbeddingBagCollection([config]), EmbeddingBagCollection([config])
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = checkpoint.save(folder, saved, step=100, extra={"epoch": 3})
+        >>> loaded = checkpoint.load(checkpoint.latest(folder), model)
+        >>> loaded.step, loaded.extra
+        (100, {'epoch': 3})
+        >>> torch.equal(model.embedding_bags["item"].weight, saved.embedding_bags["item"].weight)
+        True
     """
     path, link = Path(path), link_of(model)
 

@@ -234,8 +234,11 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         RuntimeError, ValueError: as `EmbeddingPlannerBase`.
 
     Example:
-        >>> planner = EmbeddingShardingPlanner(Topology(world_size=8, compute_device="cuda"), batch_size=4096)
-        >>> plan = planner.plan(model, get_default_sharders())
+        >>> tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+        >>> planner = EmbeddingShardingPlanner(Topology(world_size=2, compute_device="cpu"), batch_size=64)
+        >>> plan = planner.plan(tables, get_default_sharders())
+        >>> list(plan.plan[""])
+        ['item']
     """
 
     def __init__(
