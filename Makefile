@@ -22,7 +22,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 export OMP_NUM_THREADS ?= $(shell n=$$(( $(CORES) / $(RANKS) )); echo $$(( n > 0 ? n : 1 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help env dev demo quick test test-all phases test-long durations perf evidence matrix kernels-check installed lint links types check clean
+.PHONY: help env dev demo quick test test-all phases test-long durations perf evidence matrix kernels-check installed lint links types docs check clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,13 +36,13 @@ help:  ## print this list
 	@touch $@
 
 .venv/.dev: .venv/.installed
-	@echo "[dev] installing ruff, mypy and pyright into .venv"
-	@$(PIP) -e '.[dev]'
+	@echo "[dev] installing ruff, mypy, pyright and mkdocs into .venv"
+	@$(PIP) -e '.[dev,docs]'
 	@touch $@
 
 env: .venv/.installed  ## make the environment in .venv
 
-dev: .venv/.dev  ## the same with ruff, mypy and pyright
+dev: .venv/.dev  ## the same with ruff, mypy, pyright and what builds the site
 
 # checkpoints of the demo before are overwritten; a folder that ARGS names is treated as train.py does
 KEPT := $(if $(findstring --checkpoint-dir,$(ARGS)),,--checkpoint-dir runs/demo/checkpoints --overwrite)
@@ -127,8 +127,14 @@ types: links .venv/.dev  ## mypy --strict and pyright
 	@$(BIN)/mypy --strict
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
+# 1: the theme says at every build that it is maintained until May 2027
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: .venv/.dev  ## the site of docs/ into site/, without a network; ARGS=serve shows it while you write
+	@PYTHONPATH=. $(BIN)/mkdocs $(or $(ARGS),build --strict --quiet)
+	@$(if $(ARGS),,echo "open site/index.html")
+
 check: lint types test  ## everything but the demo
 
 clean:  ## remove .venv, build products and caches
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,7 +15,14 @@ from shardwise.jagged import KeyedJaggedTensor
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Dense features [B, F_d], sparse features and labels [B] of B samples."""
+    """Dense features [B, F_d], sparse features and labels [B] of B samples.
+
+    Example:
+        >>> ids = KeyedJaggedTensor(["clicked"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))
+        >>> batch = Batch(torch.zeros(2, 3), ids, torch.tensor([0.0, 1.0]))
+        >>> batch.to(torch.device("cpu")).labels
+        tensor([0., 1.])
+    """
 
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor

@@ -158,7 +158,17 @@ class BaseEmbeddingConfig:
 
 @dataclass
 class EmbeddingBagConfig(BaseEmbeddingConfig):
-    """A pooled table: each sample's ids of a feature become one row by `pooling` (SUM or MEAN)."""
+    """A pooled table: each sample's ids of a feature become one row by `pooling` (SUM or MEAN).
+
+    Example:
+        >>> table = EmbeddingBagConfig(num_embeddings=100, embedding_dim=8, name="item", feature_names=["clicked"])
+        >>> table.pooling
+        <PoolingType.SUM: 'SUM'>
+        >>> EmbeddingBagConfig(num_embeddings=100, embedding_dim=0, name="item", feature_names=["clicked"])
+        Traceback (most recent call last):
+            ...
+        ValueError: table 'item': embedding_dim must be a positive int, got 0
+    """
 
     pooling: PoolingType = PoolingType.SUM
 
@@ -190,7 +200,13 @@ class EmbeddingTableConfig(EmbeddingBagConfig):
 
 @dataclass
 class EmbeddingConfig(BaseEmbeddingConfig):
-    """A sequence table: every id keeps a row of its own."""
+    """A sequence table: every id keeps a row of its own.
+
+    Example:
+        >>> table = EmbeddingConfig(num_embeddings=100, embedding_dim=8, name="item", feature_names=["seen", "bought"])
+        >>> table.num_features()
+        2
+    """
 
 
 # a child may not be named like something that every ModuleDict has: "items", "type", ...

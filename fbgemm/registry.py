@@ -49,8 +49,8 @@ class Op:
     autocast: bool
 
 
-# name -> op: all that this library serves
 OPS: dict[str, Op] = {}
+"""Name -> op: all that this library serves."""
 _libraries: list[torch.library.Library] = []
 _registered: dict[str, Op] = {}
 

@@ -96,6 +96,13 @@ def quantize_inference_model(
         TypeError: part of the model is sharded, or a collection has a forward of its own.
         ValueError: `per_table_weight_dtype` or `scale_dtype` name no table of these collections; or a table cannot be
             quantized.
+
+    Example:
+        >>> tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+        >>> quantized = quantize_inference_model(tables, quantization_dtype=torch.qint8)
+        >>> batch = KeyedJaggedTensor(["clicked"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))
+        >>> torch.allclose(quantized(batch).values(), tables(batch).values(), atol=0.01)
+        True
     """
     mapping = DEFAULT_QUANT_MAPPING if quantization_mapping is None else quantization_mapping
     processed = _typename(FeatureProcessedEmbeddingBagCollection)

@@ -116,6 +116,13 @@ class JaggedTensor(Bags):
         JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1]))  # [1, 2], [], [3]
 
     Raises ValueError or TypeError for shapes, dtypes and devices that do not fit together.
+
+    Example:
+        >>> bags = JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1]))
+        >>> bags.to_dense()
+        [tensor([1, 2]), tensor([], dtype=torch.int64), tensor([3])]
+        >>> bags.offsets()
+        tensor([0, 2, 2, 3])
     """
 
     def __init__(

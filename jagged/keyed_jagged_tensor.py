@@ -62,8 +62,8 @@ class KeyedJaggedTensor(Keyed, Bags):
     they travel with their bags wherever ids do. A lookup takes ids, [L], alone.
 
     Give lengths [bags] (or [keys, batch]) or offsets [bags + 1]. Without `stride` the bags are shared out evenly over
-    the keys. `stride_per_key_per_rank`, a list [keys][ranks] or an int tensor on the cpu, gives each key its own batch
-    size (its sum over ranks), and so does `stride_per_key`. `stride` alone matters where there are no keys.
+    the keys. `stride_per_key_per_rank`, a list `[keys][ranks]` or an int tensor on the cpu, gives each key its own
+    batch size (its sum over ranks), and so does `stride_per_key`. `stride` alone matters where there are no keys.
 
         kjt = KeyedJaggedTensor(["user", "item"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1, 0]))
         kjt["user"].to_dense()  # [1, 2] and []
@@ -82,6 +82,15 @@ class KeyedJaggedTensor(Keyed, Bags):
     computed before (`length_per_key`, `offset_per_key`, ...) is taken if it fits; a `jt_dict` is not needed.
 
     Raises ValueError or TypeError, naming the keys, for shapes, dtypes and devices that do not fit together.
+
+    Example:
+        >>> batch = KeyedJaggedTensor(["user", "item"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1, 0]))
+        >>> batch.stride()
+        2
+        >>> batch["user"].to_dense()
+        [tensor([1, 2]), tensor([], dtype=torch.int64)]
+        >>> batch.length_per_key()
+        [2, 1]
     """
 
     _strides: Strides
@@ -323,7 +332,7 @@ class KeyedJaggedTensor(Keyed, Bags):
         return list(self._strides.per_key)
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Batch sizes [keys][ranks] where keys differ, else an empty list."""
+        """Batch sizes `[keys][ranks]` where keys differ, else an empty list."""
         return [] if self._strides.sizes is None else self._strides.per_rank
 
     def variable_stride_per_key(self) -> bool:
@@ -451,8 +460,11 @@ class KeyedJaggedTensor(Keyed, Bags):
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
         """The keys at `indices`, in that order, as copies; repeats and omissions allowed.
 
-        `indices_tensor`, the same on the device, is TorchRec's: nothing here needs it. Raises IndexError for an index
-        outside of the keys.
+        `indices_tensor`, the same on the device, is TorchRec's: nothing here needs it.
+
+        Raises:
+            IndexError: an index is outside of the keys.
+            ValueError: `indices_tensor` has another length than `indices`.
         """
         order = self._strides.keys.order(indices)
         if indices_tensor is not None and indices_tensor.numel() != len(indices):
@@ -561,7 +573,11 @@ class KeyedJaggedTensor(Keyed, Bags):
         return dist_labels(self.variable_stride_per_key(), self._weights is not None)
 
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
-        """Where to cut each of `dist_tensors` so that piece i has the next `key_splits[i]` keys."""
+        """Where to cut each of `dist_tensors` so that piece i has the next `key_splits[i]` keys.
+
+        Raises:
+            ValueError: a number is negative, or they do not add up to the keys.
+        """
         per_key, known = self._strides.per_key, self._sizes()
         if sum(key_splits) != len(per_key) or min(key_splits, default=0) < 0:
             raise ValueError(f"key_splits must be >= 0 and sum to {len(per_key)} keys, got {list(key_splits)}")

@@ -29,6 +29,12 @@ class KeyedTensor(Keyed, Traceable, Pipelineable):
     `offset_per_key` and `index_per_key` follow from the others and are only compared with them.
 
     Raises ValueError or TypeError unless keys are unique strings and the lengths add up to the size of `key_dim`.
+
+    Example:
+        >>> pooled = KeyedTensor(["user", "item"], [1, 2], torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+        >>> pooled["item"]
+        tensor([[2., 3.],
+                [5., 6.]])
     """
 
     _columns: Columns

@@ -48,7 +48,6 @@ class RowFormat:
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _HALF_OR_SINGLE = (torch.float16, torch.float32)
 
-# fp16 and bf16 rows are here so that one lookup serves every table of a quantized collection
 ROW_FORMATS: dict[str, RowFormat] = {
     format.name: format
     for format in (
@@ -61,6 +60,7 @@ ROW_FORMATS: dict[str, RowFormat] = {
         RowFormat("fp32", 32, 0),
     )
 }
+"""Name -> format. fp16, bf16 and fp32 are here so that one lookup serves every table of a quantized collection."""
 
 
 def row_format(name: str) -> RowFormat:

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from ._op import direct, loaded, tl, triton
 
-# how weight decay enters a step: not at all; g + decay * w; w - lr * decay * w
 DECAYS = ("none", "l2", "decoupled")
+"""How weight decay enters a step: not at all; `g + decay * w`; `w - lr * decay * w`."""
 # Parameters of a rule that are neither states nor hyper-parameters
 _ROW, _STEP = "row", "step"
 _serial = count()
@@ -247,8 +247,8 @@ class Update(NamedTuple):
     seed: Tensor | None  # by which rows are rounded to a dtype of 16 bits
 
 
-# name -> rule, of the rules defined so far
 RULES: dict[str, Rule] = {}
+"""Name -> rule, of the rules defined so far."""
 
 
 def define_rule(

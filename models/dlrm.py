@@ -131,6 +131,13 @@ class DLRM(nn.Module):
 
     The last of `dense_arch_layer_sizes` must equal the tables' embedding_dim. `dense_device` places all layers but the
     tables, which stay where `embedding_bag_collection` has them.
+
+    Example:
+        >>> tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+        >>> model = DLRM(tables, dense_in_features=3, dense_arch_layer_sizes=[8, 4], over_arch_layer_sizes=[8, 1])
+        >>> batch = KeyedJaggedTensor(["clicked"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))
+        >>> model(torch.randn(2, 3), batch).shape
+        torch.Size([2, 1])
     """
 
     def __init__(

@@ -46,6 +46,15 @@ class ParameterConstraints:
         tier: where rows lie that are not on the device, whatever the kernel says.
 
     The others are TorchRec's and pass into the plan.
+
+    Example:
+        >>> planner = EmbeddingShardingPlanner(
+        ...     Topology(world_size=2, compute_device="cpu"),
+        ...     constraints={"item": ParameterConstraints(sharding_types=["row_wise"])},
+        ... )
+        >>> tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+        >>> planner.plan(tables, get_default_sharders()).plan[""]["item"].sharding_type
+        'row_wise'
     """
 
     sharding_types: list[str] | None = None

@@ -212,6 +212,13 @@ class Topology:
 
     Raises:
         ValueError: an argument that describes no machine; the text says which and what it may be.
+
+    Example:
+        >>> topology = Topology(world_size=16, compute_device="cuda", local_world_size=8, card="h100")
+        >>> topology.world_size, topology.local_world_size
+        (16, 8)
+        >>> topology.devices[0].storage.hbm // 2**30
+        79
     """
 
     devices: list[DeviceHardware] = _given("_devices", "The ranks; a reservation takes from their storage.")

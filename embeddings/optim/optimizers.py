@@ -50,6 +50,14 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     Raises:
         ValueError: a hyper-parameter is negative.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2, 4))
+        >>> optimizer = RowWiseAdagrad([weight], lr=0.5)
+        >>> weight[0].sum().backward()
+        >>> optimizer.step()
+        >>> weight[:, 0].tolist()
+        [-0.5, 0.0]
     """
 
     def __init__(
@@ -225,6 +233,18 @@ def apply_optimizer_in_backward(
     Raises:
         ValueError: a parameter already has an optimizer in the backward; none is marked then.
         TypeError: no optimizer class, or no parameters.
+
+    Example:
+        >>> tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+        >>> apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.1})
+        >>> weight = tables.embedding_bags["item"].weight
+        >>> before = weight.detach().clone()
+        >>> batch = KeyedJaggedTensor(["clicked"], torch.tensor([3, 7]), lengths=torch.tensor([2]))
+        >>> tables(batch)["clicked"].sum().backward()
+        >>> (weight != before).any(1).nonzero().flatten()
+        tensor([3, 7])
+        >>> weight.grad is None
+        True
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"the optimizer must be a class such as torch.optim.Adagrad, got {optimizer_class!r}")

@@ -121,6 +121,7 @@ def define_optimizer(
         ... def Plain(w, g, total, row, lr=0.1, eps=1e-8):
         ...     total = total + row_mean(g * g, row)
         ...     return w - lr / (sqrt(total) + eps) * g, total
+        >>> ebc = EmbeddingBagCollection([EmbeddingBagConfig(10, 8, "item", feature_names=["clicked"])])
         >>> apply_optimizer_in_backward(Plain, ebc.parameters(), {"lr": 0.05})
     """
 

@@ -191,6 +191,7 @@ class QuantizedTables:
 
 
 TableWeights: TypeAlias = tuple[Tensor, Tensor | None]
+"""Payload, uint8 [R, row bytes], and scales, or None of a format that has none."""
 
 
 def quantized_rows(

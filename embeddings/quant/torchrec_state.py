@@ -56,10 +56,13 @@ class FusedLayout:
 
 
 FUSED_8BIT = FusedLayout("FUSED_8BIT", ("int8",), torch.float32)
+"""Payload, scale, bias, both fp32: what `FloatToFused8BitRowwiseQuantized` writes."""
 FUSED_NBIT = FusedLayout("FUSED_NBIT", ("int8", "int4", "int2"), torch.float16)
+"""Payload, scale, bias, both fp16: what `FloatToFusedNBitRowwiseQuantizedSBHalf` writes."""
 INFERENCE = FusedLayout(
     "INFERENCE", ("int8", "int4", "int2", "fp16", "fp32"), torch.float16, scales_first=True, alignment=16
 )
+"""Scale and bias before the payload, rows of whole 16 bytes: FBGEMM's inference tables."""
 
 
 def fuse_rows(

@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise.kernels.rows import AGED_LFU, LFU, LRU, UNIT, Scoring
 
 Policy: TypeAlias = Callable[[Tensor, int], Tensor]
+"""From scores of rows and the number of the batch to scores anew; the lowest row goes first."""
 
 
 def lru(scores: Tensor, batch: int) -> Tensor:

@@ -88,7 +88,7 @@ class DenseTableBatchedEmbeddingBagsCodegen(TableBatched):
             offsets: [T * B + 1] where the bags begin.
             per_sample_weights: [N] by which rows are scaled; it has a gradient. Nothing is scaled without pooling.
             feature_requires_grad: [T] of which features the weights have one; of all by default.
-            batch_size_per_feature_per_rank: [T][R]; the output is then one vector, the rows of rank after rank.
+            batch_size_per_feature_per_rank: `[T][R]`; the output is then one vector, the rows of rank after rank.
 
         Raises:
             IndexError, ValueError, TypeError: an index, an offset, a size, a type or a device is bad; says which.

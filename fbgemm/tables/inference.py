@@ -424,7 +424,11 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         pruning_hash_load_factor: float = 0.5,
         use_array_for_index_remapping: bool = True,
     ) -> None:
-        """Prune tables, as `set_index_remappings_array`; without an array the remapping is in no state dict."""
+        """Prune tables, as `set_index_remappings_array`; without an array the remapping is in no state dict.
+
+        Raises:
+            ValueError: there is not one remapping, or None, for each table.
+        """
         if len(index_remapping) != len(self.embedding_specs):
             raise ValueError(f"there are {len(self.embedding_specs)} tables, got {len(index_remapping)} remappings")
         if use_array_for_index_remapping:

@@ -22,7 +22,7 @@ _CANDIDATES = 20
 
 @dataclass
 class TBERequest:
-    """A batch: indices [N], offsets, per-sample weights [N], and batch sizes [T][R] where they differ."""
+    """A batch: indices [N], offsets, per-sample weights [N], and batch sizes `[T][R]` where they differ."""
 
     indices: Tensor
     offsets: Tensor
@@ -65,7 +65,11 @@ def tensor_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def get_table_batched_offsets_from_dense(
     merged_indices: Tensor, L: int | None = None, total_B: int | None = None, use_cpu: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Indices [T * B * L] and offsets [T * B + 1] of indices [T, B, L], or of `total_B` bags of `L` in any shape."""
+    """Indices [T * B * L] and offsets [T * B + 1] of indices [T, B, L], or of `total_B` bags of `L` in any shape.
+
+    Raises:
+        ValueError: one of `L` and `total_B` is given without the other.
+    """
     if L is None and total_B is None:
         tables, samples, L = merged_indices.shape
         total_B = tables * samples

@@ -60,9 +60,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
     Args:
         embedding_specs: (rows, dim, location, compute device) of each table: HOST and CPU, or DEVICE and CUDA.
         feature_table_map: the table of each feature; by default each table has one.
-        cache_algorithm, cache_load_factor, cache_sets, cache_reserved_memory, cache_precision, record_cache_metrics,
-            gather_uvm_cache_stats, prefetch_pipeline, multipass_prefetch_config: of caches, which no table has:
-            they change nothing, as in FBGEMM with these locations.
+        cache_algorithm, cache_load_factor, cache_sets, cache_reserved_memory, cache_precision: of caches, which no
+            table has: they change nothing, as in FBGEMM with these locations.
+        record_cache_metrics, gather_uvm_cache_stats, prefetch_pipeline, multipass_prefetch_config: the same.
         weights_precision, output_dtype: FP32, FP16 or BF16.
         enforce_hbm, uvm_host_mapped, use_experimental_tbe: where and how FBGEMM does its work; nothing is to be chosen.
         optimizer: (EXACT_)SGD, EXACT_ADAGRAD, (EXACT_)ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, LAMB,
@@ -80,9 +80,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
         bounds_check_mode: what an index outside its table does.
         table_names: for messages.
         embedding_table_index_type, embedding_table_offset_type, embedding_shard_info, res_params: change nothing here.
-        max_norm, counter_based_regularization, cowclip_regularization, uvm_non_rowwise_momentum,
-            stats_reporter_config, optimizer_state_dtypes, extra_optimizer_config, tbe_input_multiplexer_config,
-            enable_raw_embedding_streaming, is_qr_tbe, preallocated_host_buffers: refused where they ask for something.
+        max_norm, counter_based_regularization, cowclip_regularization: refused where they ask for something.
+        uvm_non_rowwise_momentum, stats_reporter_config, optimizer_state_dtypes, extra_optimizer_config: the same.
+        tbe_input_multiplexer_config, enable_raw_embedding_streaming, is_qr_tbe, preallocated_host_buffers: the same.
 
     Raises:
         ValueError: an argument is not served, or the tables do not fit it; names it.
@@ -306,7 +306,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
             offsets: [T * B + 1] where the bags begin.
             per_sample_weights: [N] by which rows are scaled; it has a gradient. Nothing is scaled without pooling.
             feature_requires_grad: [T] of which features the weights have one; of all by default.
-            batch_size_per_feature_per_rank: [T][R]; the output is then one vector, the rows of rank after rank.
+            batch_size_per_feature_per_rank: `[T][R]`; the output is then one vector, the rows of rank after rank.
             total_unique_indices, hash_zch_identities, hash_zch_runtime_meta: nothing here needs them.
             vbe_output, vbe_output_offsets: have to be None.
 

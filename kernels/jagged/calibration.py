@@ -227,6 +227,9 @@ def generic_histogram_binning_calibration_by_feature(
     [num_bins - 1], sorted.
 
     The bin of a prediction is the number of borders that are less than it.
+
+    Raises:
+        ValueError: `bin_boundaries` are not floats of one dimension.
     """
     if bin_boundaries.dim() != 1 or not bin_boundaries.is_floating_point():
         raise ValueError(

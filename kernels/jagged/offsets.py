@@ -87,6 +87,9 @@ def complete_cumsum(lengths: Tensor) -> Tensor:
     """Offsets [B + 1] of lengths [B], or [K, B + 1] of [K, B]: sums of all before, in the dtype of `lengths`.
 
     FBGEMM: `asynchronous_complete_cumsum`.
+
+    Raises:
+        ValueError: `lengths` is a scalar.
     """
     if lengths.dim() == 0:
         raise ValueError("lengths must have a dimension, got shape []")
@@ -105,7 +108,11 @@ def _is_one_launch(lengths: Tensor) -> bool:
 
 
 def offsets_to_lengths(offsets: Tensor) -> Tensor:
-    """Lengths [B] of offsets [B + 1], or [K, B] of [K, B + 1]: the inverse of `complete_cumsum`."""
+    """Lengths [B] of offsets [B + 1], or [K, B] of [K, B + 1]: the inverse of `complete_cumsum`.
+
+    Raises:
+        ValueError: there is no entry.
+    """
     if offsets.dim() == 0 or offsets.shape[-1] == 0:
         raise ValueError(f"offsets must have at least one entry, got shape {list(offsets.shape)}")
     return offsets[..., 1:] - offsets[..., :-1]

@@ -22,6 +22,7 @@ from .regroup import regroup
 from .regroup_plan import RegroupPlan, plan_pieces
 
 Row = tuple[int, int, int, int, int, int]
+"""A row of `permutes`, as FBGEMM has them: input, output, their first columns, how many columns, and the next row."""
 
 
 def regroup_apart(tensors: Sequence[Tensor], plan: RegroupPlan) -> list[Tensor]:
@@ -54,6 +55,11 @@ _plans: Any = WeakIdKeyDictionary()
 
 
 def plan_permutes(permutes: Tensor, tensors: Sequence[Tensor], out_widths: Sequence[int]) -> RegroupPlan:
+    """The plan of `permutes` [P, 6] over inputs [B, D] of these tensors' columns; kept until `permutes` changes.
+
+    Raises:
+        ValueError: `permutes` has another shape or dtype, or an input is no matrix.
+    """
     for i, tensor in enumerate(tensors):
         if tensor.dim() != 2:
             raise ValueError(f"pooled_embs[{i}] must have shape [B, D], got {list(tensor.shape)}")
@@ -74,7 +80,11 @@ def plan_permutes(permutes: Tensor, tensors: Sequence[Tensor], out_widths: Seque
 
 
 def dims_of(offsets: Sequence[int], columns: int) -> list[int]:
-    """Columns of tables that begin at these offsets."""
+    """Columns of tables that begin at these offsets.
+
+    Raises:
+        ValueError: the offsets fall, or pass the last of `columns`.
+    """
     dims = [end - begin for begin, end in pairwise([0, *offsets[1:], columns])]
     if min(dims) < 0:
         raise ValueError(
@@ -84,6 +94,12 @@ def dims_of(offsets: Sequence[int], columns: int) -> list[int]:
 
 
 def plan_tables(columns: int, offset_dim_list: Tensor, permute_list: Tensor) -> RegroupPlan:
+    """The plan that puts the tables of [B, columns], which begin at `offset_dim_list`, in the order of `permute_list`.
+
+    Raises:
+        ValueError: the offsets fall, or pass the last column.
+        IndexError: `permute_list` names a table that is not there.
+    """
     # host sync: how many columns come out follows from the order
     return _plan_order(columns, tuple(offset_dim_list.tolist()), tuple(permute_list.tolist()))
 
@@ -99,6 +115,7 @@ def _plan_order(columns: int, offsets: tuple[int, ...], order: tuple[int, ...]) 
 
 
 def of_widths(tensors: Sequence[Tensor], widths: Sequence[int]) -> list[Tensor]:
+    """An unwritten tensor [B, width] for each width, of the first tensor's batch size, dtype and device."""
     return [tensors[0].new_empty(tensors[0].shape[0], width) for width in widths]
 
 

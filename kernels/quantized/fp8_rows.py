@@ -16,14 +16,15 @@ from .._op import INTERPRETED, next_power_of_2, register, runs_kernel, tl, trito
 from ..features import segment_of_position
 from .small_floats import float8_codes, float8_constants, float8_values, from_float8_ref
 
-# forward -> bits of exponent, bias, largest number of a scaled row, and the dtype of torch with the same bits whose
-# numbers are `times` as large
 FORWARD = (4, 15, 0.9375, torch.float8_e4m3fn, 2.0**8)
+"""Of forward: bits of exponent, bias, largest number of a scaled row, torch's dtype of the same bits, and by how
+many times its numbers are larger."""
 BACKWARD = (5, 31, 0.875, torch.float8_e5m2, 2.0**16)
+"""The same of backward."""
 # what FBGEMM adds to a row's largest number before it divides by it
 EPSILON = 1e-20
-# bytes behind a part
 EXTRA = 8
+"""Bytes behind a part of a row, its scale first."""
 _TILE = 256 if INTERPRETED else 1024
 
 

@@ -45,8 +45,8 @@ from .sequence_lookup import gather_values
 
 # bytes of a scale and a bias
 SCALES = 4
-# an 8-bit float without scales, whose exponent is as the caller says
 MINIFLOAT = "minifloat"
+"""The format of 8-bit floats without scales, whose exponent is as the caller says."""
 # numbers of the formats, as the loops know them
 _KINDS = {"int8": 0, "int4": 1, "int2": 2, "fp16": 4, "fp32": 6, MINIFLOAT: 7}
 _ELSEWHERE = 8

@@ -73,6 +73,7 @@ class GreedyPerfPartitioner(Partitioner):
 
         Raises:
             PlannerError: a shard found no room (`PlannerErrorType.PARTITION`); some ranks are filled in then.
+            ValueError: an option asks for a `partition_by` that there is not.
         """
         devices = [
             DeviceHardware(d.rank, Storage(hbm_per_device or d.storage.hbm, d.storage.ddr, d.storage.ssd), d.perf)

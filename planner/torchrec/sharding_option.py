@@ -110,8 +110,8 @@ class ShardingOption:
         batch_size: of one rank.
         sharding_type, partition_by, compute_kernel: by value.
         shards: rectangles of it; estimators write their cost, a partitioner their rank.
-        cache_params, enforce_hbm, stochastic_rounding, bounds_check_mode, output_dtype, key_value_params,
-            feature_names: for the plan, as `ParameterConstraints`.
+        cache_params, enforce_hbm, stochastic_rounding, bounds_check_mode: for the plan, as `ParameterConstraints`.
+        output_dtype, key_value_params, feature_names: the same.
         dependency: options with the same text are placed together.
         is_pooled: bags are pooled; None looks at the module.
         num_poolings: lookups of a sample, for each feature.

@@ -54,6 +54,7 @@ class LoadPolicy:
 # what each difference may become instead of an error
 _ALLOWED = {"missing": "keep", "unexpected": "skip", "resized": "overlap", "dtype": "cast"}
 STRICT = LoadPolicy()
+"""The policy of a load that raises at every difference: the default."""
 
 
 @dataclass

@@ -82,6 +82,18 @@ def load(
         FileNotFoundError: there is no finished checkpoint.
         OSError: a store cannot be asked.
         All ranks raise, and nothing was changed.
+
+    Example:
+        >>> import tempfile
+        >>> config = EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])
+        >>> saved, model = EmbeddingBagCollection([config]), EmbeddingBagCollection([config])
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = checkpoint.save(folder, saved, step=100, extra={"epoch": 3})
+        >>> loaded = checkpoint.load(checkpoint.latest(folder), model)
+        >>> loaded.step, loaded.extra
+        (100, {'epoch': 3})
+        >>> torch.equal(model.embedding_bags["item"].weight, saved.embedding_bags["item"].weight)
+        True
     """
     link = link_of(model)
 

@@ -108,8 +108,14 @@ def save(
         OSError: the disk is full, or the folder cannot be written, or the store not asked.
         ImportError: the library for a scheme is not installed.
         BlockingIOError: another job is saving into the folder.
-        RankFailure: the process of a rank is gone.
-        All ranks raise, and older checkpoints stay.
+        RankFailure: the process of a rank is gone. All ranks raise each of these, and older checkpoints stay.
+
+    Example:
+        >>> import tempfile
+        >>> tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+        >>> folder = tempfile.mkdtemp()
+        >>> checkpoint.save(folder, tables, step=100, extra={"epoch": 3}).path.name
+        'step-000000000100'
     """
     folder, link = absolute(folder), link_of(model)
 

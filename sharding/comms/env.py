@@ -111,6 +111,11 @@ class ShardingEnv:
     `local_world_size` consecutive ranks are one host, by default LOCAL_WORLD_SIZE of the environment where that divides
     the world, else all ranks. With `output_dtensor` state dicts have DTensors instead of ShardedTensors: of tables
     that are cut evenly over all ranks the local part is a tensor, of others a `LocalShardsWrapper` of a rank's pieces.
+
+    Example:
+        >>> env = ShardingEnv.from_local(world_size=1, rank=0)
+        >>> env.world_size, env.rank, env.process_group
+        (1, 0, None)
     """
 
     def __init__(

@@ -106,7 +106,7 @@ def shard_modules(
         timeout_s: as `DistributedModelParallel`.
 
     Raises:
-        As `DistributedModelParallel`.
+        ValueError, TypeError, RuntimeError: as `DistributedModelParallel`.
     """
     return _replaced(module, env, device, plan, sharders, init_params, None, timeout_s)
 

@@ -71,7 +71,11 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         }  # fmt: skip
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap the model; see the class."""
+        """Wrap the model; see the class.
+
+        Raises:
+            ValueError: the model has no parameter of a name in `params_to_ignore`, or parameters are on meta.
+        """
         module = dmp._dmp_wrapped_module
         names = dict(module.named_parameters(remove_duplicate=False))
         unknown = [name for name in self._ignored if name not in names]

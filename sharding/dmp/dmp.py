@@ -81,6 +81,17 @@ class DistributedModelParallel(NamedInGraphs):
         ValueError: the plan does not fit the module, the process group does not serve the device, a table's optimizer
             has no fused rule, a dense layer has one in the backward, or `model_tracker_configs` are given. What fails
             on one rank is raised on all.
+
+    Example:
+        >>> tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+        >>> apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.1})
+        >>> env = ShardingEnv.from_local(world_size=1, rank=0)  # or from_process_group(dist.group.WORLD)
+        >>> model = DistributedModelParallel(tables, env=env)
+        >>> batch = KeyedJaggedTensor(["clicked"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))
+        >>> model(batch).values().shape
+        torch.Size([2, 4])
+        >>> model.plan.plan[""]["item"].ranks
+        [0]
     """
 
     def __init__(

@@ -42,6 +42,7 @@ def tiered(module: nn.Module, tiers: Mapping[str, Tier], *, device: torch.device
             is sharded already, by this function or by a plan.
 
     Example:
+        >>> ebc = EmbeddingBagCollection([EmbeddingBagConfig(1000, 8, "item", feature_names=["clicked"])])
         >>> apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
         >>> ebc = tiered(ebc, {"item": Tier(slots=0.1)})
     """
@@ -99,10 +100,15 @@ def cache_metrics(module: nn.Module, *, since: Mapping[str, CacheMetrics] | None
         since: an earlier answer; what happened after it is counted, a step if it is that of the step before.
 
     Example:
-        >>> before = cache_metrics(model)
-        >>> pipeline.progress(batches)
-        >>> step = cache_metrics(model, since=before)["item"]
-        >>> bar.set_postfix(hits=f"{step.hit_rate:.1%}", moved=step.bytes_moved)
+        >>> ebc = EmbeddingBagCollection([EmbeddingBagConfig(1000, 8, "item", feature_names=["clicked"])])
+        >>> apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
+        >>> ebc = tiered(ebc, {"item": Tier(slots=0.1)})
+        >>> batch = KeyedJaggedTensor(["clicked"], torch.tensor([1, 2, 1]), lengths=torch.tensor([2, 1]))
+        >>> ebc(batch).values().sum().backward()
+        >>> before = cache_metrics(ebc)
+        >>> ebc(batch).values().sum().backward()
+        >>> f"{cache_metrics(ebc, since=before)['item'].hit_rate:.0%}"
+        '100%'
     """
     now: dict[str, CacheMetrics] = {}
     for name, (stores, table) in _cached_tables(module).items():

@@ -58,6 +58,13 @@ def table_wise(
 
     Raises (from the generator):
         ValueError: there is no such rank.
+
+    Example:
+        >>> tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+        >>> where = {"item": table_wise(rank=1)}
+        >>> plan = construct_module_sharding_plan(tables, where, local_size=2, world_size=2, device_type="cpu")
+        >>> plan["item"].sharding_type, plan["item"].ranks
+        ('table_wise', [1])
     """
 
     def cut(rows: int, dim: int, hosts: Hosts) -> list[Shard]:
@@ -89,6 +96,13 @@ def row_wise(
     Raises:
         ValueError: there are sizes and buckets, or device types that are not as many as sizes; from the generator: the
             sizes do not hold the table, or the buckets do not divide it or are fewer than the ranks.
+
+    Example:
+        >>> tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+        >>> where = {"item": row_wise()}
+        >>> plan = construct_module_sharding_plan(tables, where, local_size=2, world_size=2, device_type="cpu")
+        >>> [(shard.shard_offsets, shard.shard_sizes) for shard in plan["item"].sharding_spec.shards]
+        [([0, 0], [5, 4]), ([5, 0], [5, 4])]
     """
     kind = ShardingType.ROW_WISE
     if sizes_placement is None:
@@ -265,6 +279,14 @@ def construct_module_sharding_plan(
         ValueError: the names do not match the module's tables, `world_size` is missing without a process group, or a
             generator cannot cut its table.
         TypeError: the module has no sharder, or another one than `sharder`.
+
+    Example:
+        >>> configs = [EmbeddingBagConfig(10, 4, name, feature_names=[name]) for name in ("item", "user")]
+        >>> where = {"item": row_wise(), "user": table_wise(rank=1)}
+        >>> tables = EmbeddingBagCollection(configs)
+        >>> plan = construct_module_sharding_plan(tables, where, local_size=2, world_size=2, device_type="cpu")
+        >>> {name: (table.sharding_type, table.ranks) for name, table in plan.items()}
+        {'item': ('row_wise', [0, 1]), 'user': ('table_wise', [1])}
     """
     if world_size is None:
         if not dist.is_initialized():

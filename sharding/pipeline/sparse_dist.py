@@ -48,6 +48,29 @@ class TrainPipelineSparseDist(FedPipeline[In, Out]):
             input is made by the model.
         clear_data_dist_inputs: let go what was sent for a batch before its forward, in `clear_sparse_data_dist_inputs`.
         apply_jit: has no effect, with a warning: TorchScript of the dense layers would change no number.
+
+    Example:
+        >>> class Clicks(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+        ...         self.over = torch.nn.Linear(4, 1)
+        ...
+        ...     def forward(self, batch):
+        ...         logits = self.over(self.tables(batch.sparse_features).values()).squeeze(1)
+        ...         return torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels), logits.detach()
+        >>> clicks = Clicks()
+        >>> apply_optimizer_in_backward(RowWiseAdagrad, clicks.tables.parameters(), {"lr": 0.1})
+        >>> model = DistributedModelParallel(clicks, env=ShardingEnv.from_local(world_size=1, rank=0))
+        >>> dense = torch.optim.SGD(clicks.over.parameters(), lr=0.1)
+        >>> pipeline = TrainPipelineSparseDist(model, dense, torch.device("cpu"))
+        >>> ids = KeyedJaggedTensor(["clicked"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))
+        >>> batches = iter([Batch(torch.zeros(2, 0), ids, torch.tensor([0.0, 1.0]))] * 3)
+        >>> for step in range(3):
+        ...     print(pipeline.progress(batches).shape)
+        torch.Size([2])
+        torch.Size([2])
+        torch.Size([2])
     """
 
     # batches whose ids are under way during a step

@@ -192,6 +192,14 @@ class ShardingPlan:
         plan: by module path.
         explanation: why the planner chose it; prints behind the tables.
         world_size, local_world_size: the ranks it is for, and those of a host, where known.
+
+    Example:
+        >>> tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+        >>> wise = {"item": sharding.table_wise(rank=1)}
+        >>> module_plan = construct_module_sharding_plan(tables, wise, local_size=2, world_size=2, device_type="cpu")
+        >>> plan = ShardingPlan({"sparse.tables": module_plan})
+        >>> plan.get_plan_for_module("sparse.tables")["item"].ranks
+        [1]
     """
 
     plan: dict[str, EmbeddingModuleShardingPlan] = field(default_factory=dict)

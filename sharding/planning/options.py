@@ -98,7 +98,11 @@ def _shards(planned: Planned, table: Table, choice: Choice, starts: tuple[int, .
 
 
 def to_sharding_plan(sharding_options: Sequence[ShardingOption], topology: Topology) -> ShardingPlan:
-    """The plan that options with ranks make."""
+    """The plan that options with ranks make.
+
+    Raises:
+        PlannerError: a shard has no rank.
+    """
     device, local = topology.compute_device, topology.local_world_size
     plan: dict[str, EmbeddingModuleShardingPlan] = {}
     for option in sharding_options:

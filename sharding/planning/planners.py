@@ -168,7 +168,7 @@ class EmbeddingPlannerBase(ABC):
 
         Raises:
             RuntimeError: there is no process group.
-            What `plan` raises, on all ranks.
+            PlannerError, ValueError: as `plan` does, on all ranks.
         """
         group = pg or (dist.group.WORLD if dist.is_initialized() else None)
         if group is None:
@@ -231,11 +231,14 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         seconds: stop our search then; by default it does a fixed amount of work, which gives the same plan every time.
 
     Raises:
-        As `EmbeddingPlannerBase`.
+        RuntimeError, ValueError: as `EmbeddingPlannerBase`.
 
     Example:
-        >>> planner = EmbeddingShardingPlanner(Topology(world_size=8, compute_device="cuda"), batch_size=4096)
-        >>> plan = planner.plan(model, get_default_sharders())
+        >>> tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+        >>> planner = EmbeddingShardingPlanner(Topology(world_size=2, compute_device="cpu"), batch_size=64)
+        >>> plan = planner.plan(tables, get_default_sharders())
+        >>> list(plan.plan[""])
+        ['item']
     """
 
     def __init__(
@@ -461,7 +464,7 @@ def plan_for(
     """The plan that a model gets where none is given, the same on all ranks, which call this together.
 
     Raises:
-        As `EmbeddingShardingPlanner.plan`, on all ranks.
+        PlannerError: as `EmbeddingShardingPlanner.plan`, on all ranks.
     """
 
     def make() -> ShardingPlan:

@@ -102,7 +102,7 @@ class ShardedKeyedJaggedTensorPool(KeepsPaddedRows, ShardedObjectPool[KeyedJagge
         """Overwrite the rows of `ids` [n] by a batch of n.
 
         Raises:
-            As `KeyedJaggedTensorPool.update`, on all ranks; nothing is written then.
+            IndexError, ValueError: as `KeyedJaggedTensorPool.update`, on all ranks; nothing is written then.
         """
         sent: list[list[int]] = []
         made: list[RaggedRows] = []

@@ -110,7 +110,7 @@ class ShardedObjectPool(ObjectPool[T]):
         """What is to come: the objects of `ids` [n], in their order.
 
         Raises:
-            What is wrong with the ids of one rank, on all ranks.
+            IndexError, ValueError: ids of a rank are wrong; on all ranks.
         """
         raise NotImplementedError
 

@@ -91,7 +91,7 @@ class ShardedTensorPool(ShardedObjectPool[Tensor]):
         """Overwrite the rows of `ids` [n] by `values` [n, dim].
 
         Raises:
-            As `TensorPool.update`, on all ranks; nothing is written then.
+            IndexError, ValueError: as `TensorPool.update`, on all ranks; nothing is written then.
         """
         counts: list[int] = []
 

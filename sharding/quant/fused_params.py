@@ -13,10 +13,15 @@ from typing import Any
 from shardwise.kernels import BoundsCheckMode
 
 FUSED_PARAM_REGISTER_TBE_BOOL = "__register_tbes_in_named_modules"
+"""Whether lookups of tables are registered as modules. Tables here are buffers, always registered."""
 FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS = "__register_quant_state_dict_split_scale_bias"
+"""Whether state dicts have scales and biases apart from the rows. Here they always have."""
 FUSED_PARAM_TBE_ROW_ALIGNMENT = "__register_tbe_row_alignment"
+"""To how many bytes FBGEMM pads a row. Rows here are never padded."""
 FUSED_PARAM_BOUNDS_CHECK_MODE = "__register_tbe_bounds_check_mode"
+"""What happens to an id outside its table, a `BoundsCheckMode`."""
 FUSED_PARAM_LENGTHS_TO_OFFSETS_LOOKUP = "__register_lengths_to_offsets_lookup"
+"""Whether lookups take lengths. Here they take offsets."""
 
 _KNOWN = (
     FUSED_PARAM_REGISTER_TBE_BOOL,

@@ -73,9 +73,12 @@ def sharded_tbes_weights_spec(
     """What each buffer of the sharded quantized tables of a model is, by the buffer's name in the model.
 
     Example:
-        >>> for name, spec in sharded_tbes_weights_spec(sharded).items():
-        ...     (row, column), (rows, columns) = spec.shard_offsets, spec.shard_sizes
-        ...     sharded.get_buffer(name).copy_(unsharded[spec.fqn][row : row + rows, column : column + columns])
+        >>> tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+        >>> quantized = quantize_inference_model(torch.nn.Sequential(tables))
+        >>> sharded, _ = shard_quant_model(quantized, world_size=2, compute_device="cpu", sharding_device="cpu")
+        >>> specs = sharded_tbes_weights_spec(sharded)
+        >>> [spec.shard_sizes for spec in specs.values() if spec.fqn == "0.embedding_bags.item.weight"]
+        [[10, 4]]
 
     Raises:
         ValueError: bucket lengths of virtual tables are given, of which there are none.

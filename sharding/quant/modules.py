@@ -117,7 +117,7 @@ class ShardedQuantFeatureProcessedEmbeddingBagCollection(ShardedQuantEmbeddingBa
 
         Raises:
             KeyError, IndexError, ValueError, TypeError, RuntimeError: as `ShardedQuantEmbeddingBagCollection`, or as
-            the processor does.
+                the processor does.
         """
         if isinstance(features, Proxy):
             return record_forward(ShardedQuantFeatureProcessedEmbeddingBagCollection.forward, self, features)

@@ -335,5 +335,5 @@ def table(names: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
     return {path: entries(path) for path in names}
 
 
-# TorchRec's module -> its name -> where ours is, as module:name
 TABLE: Mapping[str, Mapping[str, str]] = table(NAMES)
+"""TorchRec's module -> its name -> where ours is, as `module:name`."""

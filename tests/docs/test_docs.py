@@ -79,8 +79,8 @@ LOOKUPS = {
 
 
 def path_of(page: str) -> Path:
-    """The page of that name, in whichever of the folders of docs/."""
-    (path,) = DOCS.rglob(f"{page}.md")
+    """The page of that name, in whichever of the folders of docs/ but that of the API, which mkdocs fills."""
+    (path,) = [path for path in DOCS.rglob(f"{page}.md") if path.parent.name != "api"]
     return path
 
 

@@ -1,16 +1,18 @@
-"""Links of the documents and paths in comments lead to files that are there."""
+"""Links of the documents lead to files and headings that are there, and paths in comments to files."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from checkout import ROOT
 
-LINK = re.compile(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#\s:]*)(?:#([^)\s]*))?\)")
+CODE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
 FOLDERS = "data|docs|embeddings|examples|inference|jagged|kernels|models|perf|planner|sharding|shardwise|tests"
 PATH = re.compile(rf"(?<![\w/.*-])((?:{FOLDERS})/[\w/]+\.(?:py|md|sh|toml|json|svg))\b")
 # what was true when it was written, and what names files that it makes up
@@ -27,9 +29,27 @@ def tracked(*endings: str) -> list[Path]:
 
 
 def broken_links(path: Path, text: str) -> Iterator[str]:
-    for target in LINK.findall(text):
-        if not (path.parent / target).exists():
+    for target, anchor in LINK.findall(CODE.sub("", text)):
+        linked = path.parent / target
+        if not linked.exists():
             yield f"{path.relative_to(ROOT)} links {target}"
+        elif anchor and (not target or target.endswith(".md")):
+            headings = linked.read_text() if target else text
+            if anchor not in anchors(headings):
+                yield f"{path.relative_to(ROOT)} links {target}#{anchor}"
+
+
+def anchors(text: str) -> set[str]:
+    """Those of the headings of a document, as GitHub makes them and mkdocs by mkdocs.yml."""
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(r"^#+ +(.+?) *#*$", CODE.sub("", text), re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
+        # the second of a name has another ending on GitHub (-1) than on the site (_1): no link should need it
+        seen[slug] += 1
+        found |= {slug} if seen[slug] == 1 else set()
+    return found
 
 
 def broken_paths(path: Path, text: str) -> Iterator[str]:
@@ -49,5 +69,10 @@ def test_paths_in_texts_and_comments_are_of_files() -> None:
 
 def test_a_broken_link_and_a_broken_path_are_seen() -> None:
     here = ROOT / "docs" / "a.md"
-    assert [*broken_links(here, "[x](../README.md#y) [y](../gone.md)")] == ["docs/a.md links ../gone.md"]
+    text = "# A b, `c`\n[x](../README.md) [y](../gone.md) [z](../README.md#gone) [b](#a-b-c) [c](#a-b)\n"
+    assert [*broken_links(here, text)] == [
+        "docs/a.md links ../gone.md",
+        "docs/a.md links ../README.md#gone",
+        "docs/a.md links #a-b",
+    ]
     assert [*broken_paths(here, "`kernels/_op.py`, kernels/gone.py")] == ["docs/a.md names kernels/gone.py"]
