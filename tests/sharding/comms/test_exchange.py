@@ -117,6 +117,15 @@ def test_a_process_that_keeps_the_failure_of_a_rank_ends_at_once() -> None:
     assert ends == [("RankFailure", True), ("ZeroDivisionError", True)]
 
 
+def test_a_group_that_is_gone_has_nothing_to_hang_up() -> None:
+    """A program whose handler of RankFailure destroyed its group while the watch closed it printed a traceback of the
+    watch's thread beside the failure."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = world_group()
+    dist.destroy_process_group()
+    hang_up(group)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_backend_has_let_go_of_every_tensor_once_settled(world: int) -> None:
