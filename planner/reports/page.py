@@ -69,7 +69,7 @@ def report(planned: Planned) -> str:
 
 def picture(planned: Planned) -> str:
     """Each rank's time by table as an SVG that stands alone, for a notebook or a slide, in light colours."""
-    chart, *_ = re.findall(r'<svg class="chart".*?</svg>', "".join(by_table(planned, rows(planned))), re.DOTALL)
+    charts: list[str] = re.findall(r'<svg class="chart".*?</svg>', "".join(by_table(planned, rows(planned))), re.DOTALL)
     lasting = re.sub(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}", "", style_sheet())
     # rules of a page would have their way with what is around the picture
     kept = (":root", "svg text", ".well", ".grid", ".line", ".bound", ".b", ".end", ".mid", ".s-", ".p-", ".f-")
@@ -77,7 +77,7 @@ def picture(planned: Planned) -> str:
     style = "".join(f"{name}{{{what}}}" for name, what in rules if name.startswith(kept))
     (shapes,) = re.findall(r"<defs>.*</defs>", patterns(), re.DOTALL)
     begin = '<svg xmlns="http://www.w3.org/2000/svg" style="background:#fcfcfa" '
-    return chart.replace("<svg ", begin, 1).replace(">", f"><style>{style}</style>{shapes}", 1)
+    return charts[0].replace("<svg ", begin, 1).replace(">", f"><style>{style}</style>{shapes}", 1)
 
 
 def _summary(planned: Planned) -> list[str]:
