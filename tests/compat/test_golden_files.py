@@ -99,7 +99,7 @@ def test_maps_of_managed_collision_are_as_they_were(golden: Path, tmp_path: Path
 def test_an_exported_model_gives_what_it_gave(golden: Path) -> None:
     wanted = expected(golden, "served")
     assert len(wanted) == 3 and differing(wanted, load_program(golden / "served")(*served_batch())) == []
-    assert {table.name for table in read_tables(golden / "served")} == {"q8", "q4", "q16"}
+    assert {*read_tables(golden / "served")} == {"q8", "q4", "q16"}
 
 
 @every_release
