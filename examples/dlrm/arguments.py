@@ -54,7 +54,7 @@ class Options:
     tier_slots: float = 0.25  # the share of each table's rows that the device has room for
     tier_folder: Path = Path("runs/rows")  # of scratch files of --tier file
     explain: bool = False  # print the whole plan and why it is so, instead of three lines
-    checkpoint_dir: Path | None = None  # save checkpoints there, at ends of epochs
+    checkpoint_dir: str | None = None  # save checkpoints there, at ends of epochs; a folder, or s3://... and the like
     checkpoint_every: int | None = None  # and after every so many steps
     checkpoint_async: bool = False  # write checkpoints while training goes on
     keep_last: int = 3  # checkpoints to keep
@@ -129,16 +129,28 @@ def first_error(read: Callable[[], object]) -> str:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The options of a TOML file, by name.
+    """`read_toml` of a file.
 
     Raises:
         ValueError: the file cannot be read, or has something that is no option or of another type.
     """
+    try:
+        return read_toml(path.read_bytes(), path)
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error}") from None
+
+
+def read_toml(content: bytes, path: object) -> dict[str, Any]:
+    """The options of a TOML file, by name; errors name its path.
+
+    Raises:
+        ValueError: it is no TOML, or has something that is no option or of another type.
+    """
     import msgspec
 
     try:
-        table = msgspec.toml.decode(path.read_bytes())
-    except (OSError, ValueError) as error:
+        table = msgspec.toml.decode(content)
+    except ValueError as error:
         raise ValueError(f"--config {path}: {error}") from None
     kinds = get_type_hints(Options)
     # a file that reads another one would say the half of what is set
@@ -181,9 +193,11 @@ def check(options: Options) -> None:
         if getattr(options, name) is not None and (found is None or found.origin is None):
             raise ValueError(f'{flag(name)} needs {name}: pip install ".[track]" in a checkout of shardwise')
     for name in ("json", "metrics", "page", "tensorboard", "checkpoint_dir", "export"):
-        path: Path | None = getattr(options, name)
-        if path is None:
+        given: Path | str | None = getattr(options, name)
+        # a store is asked by the first save
+        if given is None or (isinstance(given, str) and "://" in given):
             continue
+        path = Path(given)
         folder = path if name in ("checkpoint_dir", "tensorboard") else path.parent
         # before training, which would be lost
         try:
@@ -207,14 +221,12 @@ def as_text(options: Options) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
-def write_file(options: Options, path: Path) -> None:
-    """All options that are set, as a file for `--config`; at any moment there is a whole one or none."""
+def as_toml(options: Options) -> bytes:
+    """All options that are set, as a file for `--config`."""
     import tomli_w
 
     table = {name: value for name, value in as_text(options).items() if value is not None and name not in STARTS}
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(tomli_w.dumps(table), encoding="utf-8")
-    os.replace(aside, path)
+    return tomli_w.dumps(table).encode()
 
 
 def differences(before: Options, now: Options) -> list[str]:

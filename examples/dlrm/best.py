@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from arguments import Options
+from beside import folder_of
 from torch import Tensor
 
 from shardwise import DistributedModelParallel, checkpoint
@@ -30,7 +31,8 @@ class BestWeights:
     """Keeps the weights of the best epoch so far. All ranks call its methods together."""
 
     def __init__(self, args: Options, model: DistributedModelParallel, source: Source) -> None:
-        self._folder = None if args.checkpoint_dir is None else args.checkpoint_dir / "best"
+        folder = folder_of(args)
+        self._folder = None if folder is None else folder / "best"
         self._model, self._source, self._asynchronous = model, source, args.checkpoint_async
         self._copy: list[Tensor] = []
         self._saving: checkpoint.Saving | None = None

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from arguments import Options, differences, read_file, write_file
+from arguments import Options, as_toml, differences, read_toml
+from beside import folder_of, read, write
 from torch import Tensor
 
 from shardwise import CombinedOptimizer, DistributedModelParallel, checkpoint
@@ -29,21 +30,29 @@ CONFIG = "config.toml"
 SETTINGS = ("steps", "dim", "optimizer", "lr", "seed")
 
 
-def kept_checkpoints(folder: Path) -> list[Path]:
+def kept_checkpoints(folder: Path | Any) -> list[Path | Any]:
     """Those of a run's steps, and of its best epoch."""
     return [*checkpoint.steps(folder), *checkpoint.steps(folder / "best")]
 
 
 def seen_by_rank_0(look: Callable[[], T]) -> T:
-    """What rank 0 finds in the file system, on all ranks, so that all do the same."""
-    seen = [look() if dist.get_rank() == 0 else None]
+    """What rank 0 finds in the file system or store, on all ranks, so that all do the same; SystemExit if it cannot."""
+    seen: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            seen[0] = look()
+        # a store that does not answer, is not known, or whose library is missing
+        except (OSError, ValueError, ImportError) as error:
+            seen[1] = f"train.py: {error}"
     dist.broadcast_object_list(seen)
+    if seen[1] is not None:
+        raise SystemExit(seen[1])
     return cast(T, seen[0])
 
 
 def require_no_checkpoints(args: Options) -> None:
     """SystemExit on all ranks where there are some that the arguments neither resume nor give up."""
-    folder = args.checkpoint_dir
+    folder = folder_of(args)
     if folder is None or args.resume or args.overwrite:
         return
     if seen_by_rank_0(lambda: kept_checkpoints(folder)):
@@ -141,7 +150,7 @@ class Checkpoints:
 
     def resume(self) -> Progress:
         """Loads the latest checkpoint into model and optimizer; where there is none, the start."""
-        folder = self._args.checkpoint_dir
+        folder = folder_of(self._args)
         if folder is None:
             return Progress()
         if not self._args.resume:
@@ -176,18 +185,19 @@ class Checkpoints:
 
     def record_options(self, *, resumed: bool) -> str | None:
         """Rank 0 writes the options beside the checkpoints; of a run that goes on, which were others before."""
-        folder = self._args.checkpoint_dir
+        folder = folder_of(self._args)
         if folder is None or dist.get_rank() != 0:
             return None
         path, notice = folder / CONFIG, None
         try:
-            if resumed and path.exists():
-                changed = differences(Options(**read_file(path)), self._args)
+            before = read(path) if resumed else None
+            if before is not None:
+                changed = differences(Options(**read_toml(before, path)), self._args)
                 notice = f"resumed with other options: {'; '.join(changed)}" if changed else None
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             notice = str(error)
         try:
-            write_file(self._args, path)
+            write(path, as_toml(self._args))
         except (OSError, UnicodeError) as error:
             # a checkpoint has what resuming needs
             notice = f"the options are not written beside the checkpoints: {error}"

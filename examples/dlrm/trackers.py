@@ -12,6 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from arguments import Options
+from beside import folder_of, read, write
 from report import JsonLines, Tracker
 
 # in the folder of checkpoints: which run of Weights & Biases goes on
@@ -26,7 +27,7 @@ def trackers_of(options: Options) -> list[Tracker]:
     if options.tensorboard is not None:
         trackers.append(TensorBoard(options.tensorboard))
     if options.wandb is not None:
-        folder = options.checkpoint_dir
+        folder = folder_of(options)
         trackers.append(WeightsAndBiases(options.wandb, None if folder is None else folder / WANDB_ID))
     return trackers
 
@@ -82,7 +83,7 @@ class WeightsAndBiases:
     drawn over our `step`, not over the count of calls: what comes again after a kill comes to the same places.
     """
 
-    def __init__(self, project: str, id_file: Path | None) -> None:
+    def __init__(self, project: str, id_file: Path | Any) -> None:
         self._project, self._id_file = project, id_file
         self._run: Any = None
 
@@ -91,12 +92,12 @@ class WeightsAndBiases:
         import wandb
 
         name = uuid4().hex[:8]
-        goes_on = step > 0 and self._id_file is not None and self._id_file.exists()
-        if goes_on and self._id_file is not None:
-            name = self._id_file.read_text(encoding="utf-8").strip()
+        before = None if step == 0 or self._id_file is None else read(self._id_file)
+        if before is not None:
+            name = before.decode().strip()
         elif self._id_file is not None:
-            self._id_file.write_text(name + "\n", encoding="utf-8")
-        resume = "allow" if goes_on else None
+            write(self._id_file, f"{name}\n".encode())
+        resume = None if before is None else "allow"
         self._run = wandb.init(project=self._project, id=name, resume=resume, config=dict(config))
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import Options
+from beside import folder_of
 
 from shardwise.data import Batch
 from shardwise.planner.plan.files import table_to
@@ -32,7 +33,7 @@ class Step:
 
 
 def next_steps(
-    args: Options, world_size: int, best: Path | None, request: Mapping[str, Any], tables: Path | None
+    args: Options, world_size: int, best: Path | Any, request: Mapping[str, Any], tables: Path | None
 ) -> list[Step]:
     """What the files of this run allow: `best` is the checkpoint of the best epoch, `tables` the file of tables."""
     python = _program(sys.executable)
@@ -40,7 +41,9 @@ def next_steps(
     steps = []
     served = args.export
     if served is None and best is not None and args.checkpoint_dir is not None:
-        served = args.checkpoint_dir.parent / "served"
+        # what serves is a folder; beside a store it is one of its name here
+        folder = folder_of(args)
+        served = folder.parent / "served" if isinstance(folder, Path) else Path(folder.name) / "served"
         factory = f"{examples / 'dlrm' / 'serving.py'}:from_checkpoint"
         parts = [python, "-m", "shardwise", "export", served, "--model", factory, "--checkpoint", best, "--force"]
         steps.append(Step("export the best epoch, its tables int8, into a folder that serves", _line(*parts)))

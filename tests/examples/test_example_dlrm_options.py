@@ -61,7 +61,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
         f'lr = 1\nbatch-size = 64\nsteps = 7\noptimizer = "sgd"\nresume = true\ncheckpoint_dir = "{tmp_path}"\n'
     )
     options = parse("--config", str(path), "--optimizer", "adam", "--steps", "None", "--no-resume")
-    wanted = {"lr": 1.0, "batch_size": 64, "checkpoint_dir": tmp_path, "optimizer": "adam", "config": path}
+    wanted = {"lr": 1.0, "batch_size": 64, "checkpoint_dir": str(tmp_path), "optimizer": "adam", "config": path}
     assert options == replace(example("arguments").Options(), **wanted)
     assert type(options.lr) is float and parse("--config", str(path)).resume
 

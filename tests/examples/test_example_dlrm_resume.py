@@ -53,7 +53,8 @@ class Kept:
 
 
 def train(folder: Path, *argv: str, trackers: Any = ()) -> dict[str, Any]:
-    places = ("--checkpoint-dir", str(folder / "checkpoints"), "--metrics", str(folder / "metrics.jsonl"), "--resume")
+    saved = () if "--checkpoint-dir" in argv else ("--checkpoint-dir", str(folder / "checkpoints"))
+    places = (*saved, "--metrics", str(folder / "metrics.jsonl"), "--resume")
     result: dict[str, Any] = example().main([*TRAIN, *places, *argv], trackers)
     return result
 
@@ -115,6 +116,24 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_did_not(
     assert measured(resumed_run) == measured(wanted)
     assert [epoch["steps"] for epoch in resumed_run["epochs"]] == [20, 20]
     assert lines(tmp_path) == written
+
+
+@pytest.mark.ranks
+def test_a_run_whose_checkpoints_are_in_a_store_resumes_to_the_same_bits(
+    tmp_path: Path, undisturbed: Callable[..., Run]
+) -> None:
+    wanted, written = undisturbed(2)
+    resumed_run = resumed(2, tmp_path, 16, "--checkpoint-dir", f"file://{tmp_path}/store")
+    assert measured(resumed_run) == measured(wanted)
+    assert lines(tmp_path) == written
+    # the options lie beside the checkpoints, and the best epoch's below
+    assert {"config.toml", "best"} < {path.name for path in (tmp_path / "store").iterdir()}
+
+
+@pytest.mark.ranks
+def test_a_store_that_is_not_there_is_told_on_all_ranks(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"train\.py: nowhere://x: .*nowhere"):
+        run_ranks(2, train, tmp_path, "--checkpoint-dir", "nowhere://x")
 
 
 @pytest.mark.full
