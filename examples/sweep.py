@@ -15,15 +15,15 @@ import contextlib
 import io
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import optuna
 
 sys.path.insert(0, str(Path(__file__).parent / "dlrm"))
-
-from report import StopTraining
-from train import main as train
+train = import_module("train").main
+StopTraining = import_module("report").StopTraining
 
 
 class Pruner:

@@ -1,6 +1,6 @@
 """Trackers of the DLRM example get what its metrics file has, also over a stop; one that fails ends alone.
 
-Its configuration stands beside its checkpoints. Takes 30 s: wandb starts a process of its own for each run.
+Its configuration stands beside its checkpoints. Takes most of a minute: wandb starts a process of its own for each run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,6 @@ def curves(folder: Path) -> dict[tuple[str, int], float]:
 @pytest.mark.ranks
 def test_tensorboard_has_the_points_of_the_metrics_file_over_a_stop(stopped_run: tuple[Path, dict[str, Any]]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     folder, result = stopped_run
     # two processes of rank 0, and of each that ended well the hyperparameters
@@ -85,15 +85,16 @@ def test_tensorboard_has_the_points_of_the_metrics_file_over_a_stop(stopped_run:
     assert final["test_ne"] == pytest.approx(best["test_ne"]) and final["epoch"] == best["epoch"]
     assert final["int8_test_auc"] == pytest.approx(result["int8"]["test_auc"])
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
+    # types that protobuf makes when it is imported
+    data = import_module("tensorboard.plugins.hparams.plugin_data_pb2").HParamsPluginData
+    hparams = data.FromString(content).session_start_info.hparams
     assert hparams["dim"].number_value == 8 and hparams["optimizer"].string_value == "adagrad"
     assert b"| batch_size | 768 |" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
 def records(path: Path) -> Iterator[Any]:
     """What an offline run of wandb wrote: records in the log format of LevelDB behind a header of 7 bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    record = import_module("wandb.proto.wandb_internal_pb2").Record
     data, at, whole = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         left = 32768 - at % 32768
@@ -105,7 +106,7 @@ def records(path: Path) -> Iterator[Any]:
         at += 7 + length
         # the last part of a record, or all of it
         if kind in (1, 4):
-            yield Record.FromString(whole)
+            yield record.FromString(whole)
             whole = b""
 
 
