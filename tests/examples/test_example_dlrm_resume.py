@@ -132,7 +132,7 @@ def test_a_run_whose_checkpoints_are_in_a_store_resumes_to_the_same_bits(
 
 @pytest.mark.ranks
 def test_a_store_that_is_not_there_is_told_on_all_ranks(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"train\.py: nowhere://x: .*nowhere"):
+    with pytest.raises(SystemExit, match=r"train\.py: nowhere://x: .*nowhere"):
         run_ranks(2, train, tmp_path, "--checkpoint-dir", "nowhere://x")
 
 
