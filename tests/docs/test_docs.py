@@ -32,6 +32,7 @@ SAID = {
     "export": range(4, 5),
     "fbgemm": range(100, 1000),
     "jagged": range(61, 1000),
+    "launch": range(1, 2),
     "pipelines": range(12, 13),
     "planner": range(12, 1000),
     "reliability": range(1, 1000),
