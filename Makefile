@@ -95,7 +95,7 @@ perf: .venv/.installed  ## measure the CPU suite in under 10 minutes: table, run
 	OMP_NUM_THREADS=$(CORES) $(BIN)/shardwise perf run --out runs/perf.json --html runs/perf.html $(ARGS)
 
 # in an environment of its own, which docs/evidence/beside_torchrec.md makes; where there is none, what needs no peer runs in .venv
-PEERLESS := criteo_rows fbgemm_cost pipeline_overlap planner_heldout same_bits tier_bits tier_files tier_larger tier_soak tier_step tier_times
+PEERLESS := criteo_rows fbgemm_cost pipeline_overlap planner_heldout same_bits tier_bits tier_files tier_larger tier_soak tier_step tier_times two_nodes
 OWN = $(if $(NAME),$(if $(filter-out $(PEERLESS),$(NAME))$(shell command -v $(PEER)),,.venv))
 evidence: $(if $(OWN),.venv/.installed)  ## compare with TorchRec and FBGEMM in PEER (.peer/bin/python) and rewrite the documents; NAME=... for one
 	@$(if $(OWN),,command -v $(PEER) > /dev/null || { echo "no interpreter at $(PEER): docs/evidence/beside_torchrec.md makes one; else PEER=<python>"; exit 2; })

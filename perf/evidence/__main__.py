@@ -39,6 +39,7 @@ KNOWN = {
     "tier_larger": ("tiers.larger", ""),
     "tier_soak": ("tiers.soak", ""),
     "tier_times": ("tiers.times", ""),
+    "two_nodes": ("nodes.two_nodes", ""),
     "planner": ("compare_planner", ""),
     "planner_plans": ("compare_planner_plans", ""),
     "same_bits": ("same_bits.compare", ""),

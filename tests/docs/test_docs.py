@@ -40,6 +40,7 @@ SAID = {
     "jagged": range(61, 1000),
     "metrics": range(5, 6),
     "object_storage": range(5, 6),
+    "launch": range(1, 2),
     "pipelines": range(12, 13),
     "planner": range(12, 1000),
     "profile": range(1, 2),

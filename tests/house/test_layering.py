@@ -94,6 +94,7 @@ ROOMS: dict[str, set[str]] = {
     "perf/evidence/clicks": {"perf/evidence", "perf/suite", "perf/suite/cases"},
     "perf/evidence/fbgemm": {"perf/counts", "perf/evidence", "perf/evidence/fbgemm/calls", "perf/suite"},
     "perf/evidence/modules": {"perf/evidence", "perf/suite"},
+    "perf/evidence/nodes": {"perf/evidence", "perf/suite", "sharding/testing"},
     "perf/evidence/same_bits": {"perf/counts", "perf/evidence", "perf/suite"},
     "perf/evidence/tiers": {"perf/evidence", "perf/evidence/same_bits", "perf/suite"},
     "perf/gpu/cases": {"perf/gpu", "perf/selftest", "perf/suite"},
