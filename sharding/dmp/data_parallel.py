@@ -103,9 +103,24 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
                 **self._kwargs,
             },
         )
+        if self._kwargs["static_graph"]:
+            _settle_buckets(wrapped)
         if self._precision is not None:
             wrapped.register_comm_hook(None, _HOOKS[self._precision])
         dmp._dmp_wrapped_module = wrapped
+
+
+def _settle_buckets(wrapped: DistributedDataParallel) -> None:
+    """Give gradients the buckets now that a static graph has from the second step on.
+
+    What order a sum over more than two ranks is made in depends on where in a bucket a gradient lies. A run that goes
+    on from a checkpoint would add its first step in another order than the run that was not stopped.
+    """
+    reducer = wrapped.reducer
+    # a torch without these has sums of the first step in another order, and nothing else
+    if hasattr(reducer, "_push_all_rebuilt_params") and hasattr(reducer, "_rebuild_buckets"):
+        reducer._push_all_rebuilt_params()
+        reducer._rebuild_buckets()
 
 
 # what these hold is initialised by the module that has them

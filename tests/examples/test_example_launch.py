@@ -122,7 +122,7 @@ def test_a_killed_node_that_comes_back_goes_on_with_the_same_losses(tmp_path: Pa
     assert seen["statuses"] == [0, 0]
     # a checkpoint every 5 steps, and the node was killed after step 8
     assert seen["generations"] == [{"step": 0, "ranks": 4}, {"step": 5, "ranks": 4}] or node == 0
-    assert len(seen["generations"]) > 1 and seen["losses"] == pytest.approx(expected(12), abs=1e-6)
+    assert len(seen["generations"]) > 1 and seen["losses"] == expected(12)
 
 
 @pytest.mark.ranks
@@ -219,4 +219,5 @@ def test_the_page_has_the_numbers_of_the_recorded_runs() -> None:
     assert [row for row in evidence.table(recorded["runs"]) if row not in page] == []
     for name, run in recorded["runs"].items():
         assert run["from one process at most"] <= 1e-5 and not any(run["statuses"]), name
-        assert run["same bits"] or name != "undisturbed"
+        # fewer ranks for a while add dense gradients in another order
+        assert run["same bits"] or name.startswith("--nnodes=1:2")

@@ -215,7 +215,10 @@ def run(options: argparse.Namespace) -> Report:
                 seen[name], faults = judged(name, scenario(Run(folder, nodes, **settings)), expected)
             print(f"{name}: {seen[name]['seconds']}", file=sys.stderr, flush=True)
             bad += faults
-    result = {"versions": versions(), "nodes": "network namespaces" if namespaces else "loopback addresses"}
+    result: dict[str, Any] = {
+        "versions": versions(),
+        "nodes": "network namespaces" if namespaces else "loopback addresses",
+    }
     result |= {"ranks of a node": 2, "timeout_s": TIMEOUT_S, "runs": seen}
     if options.write:
         RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
