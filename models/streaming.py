@@ -137,9 +137,10 @@ class StreamingAUC(StreamingMetric):
 
     Example:
         >>> metric = StreamingAUC()
-        >>> for logits, labels in batches:
-        ...     metric.update(logits, labels)
+        >>> for logits, labels in [([0.5, 2.0], [0, 1]), ([-1.0, 1.0], [1, 0])]:
+        ...     metric.update(torch.tensor(logits), torch.tensor(labels))
         >>> metric.compute(), metric.error_bound()
+        (0.5, 0.0)
     """
 
     def __init__(
@@ -307,9 +308,11 @@ class MetricWindow(nn.Module, Generic[M]):
         ValueError: a piece would have no sample.
 
     Example:
-        >>> window = MetricWindow(StreamingAUC(), samples=1_000_000)
-        >>> window.update(logits, labels)
-        >>> (auc,) = reduce_metrics([window.latest()], env)
+        >>> window = MetricWindow(StreamingAUC(), samples=4, pieces=2)
+        >>> for labels in ([1, 0], [0, 1], [0, 1]):
+        ...     window.update(torch.tensor([0.0, 1.0]), torch.tensor(labels))
+        >>> window.latest().compute()  # the first two samples are out
+        1.0
     """
 
     def __init__(self, metric: M, *, samples: int, pieces: int = 8) -> None:

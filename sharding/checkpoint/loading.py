@@ -80,8 +80,7 @@ def load(
         CheckpointMismatch: checkpoint and model differ in what the policy does not allow; has the whole report.
         ValueError: an optimizer state is not finite, or states per row would have to be split without `resplit`.
         FileNotFoundError: there is no finished checkpoint.
-        OSError: a store cannot be asked.
-        All ranks raise, and nothing was changed.
+        OSError: a store cannot be asked. All ranks raise each of these, and nothing was changed.
 
     Example:
         >>> import tempfile

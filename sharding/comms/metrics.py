@@ -34,8 +34,12 @@ def reduce_metrics(metrics: M, env: ShardingEnv | dist.ProcessGroup | None = Non
         RuntimeError: ranks gave metrics of other kinds or settings; on all ranks.
 
     Example:
-        >>> auc, ne = reduce_metrics((auc, ne), env)
-        >>> auc.compute(), ne.compute()
+        >>> auc, ne = StreamingAUC(), StreamingNE()
+        >>> for metric in (auc, ne):
+        ...     metric.update(torch.tensor([0.0, 1.0]), torch.tensor([0, 1]))
+        >>> all_auc, all_ne = reduce_metrics((auc, ne), ShardingEnv.from_local(1, 0))
+        >>> all_auc.compute()
+        1.0
     """
     if isinstance(env, ShardingEnv):
         group = env.require_group()

@@ -47,7 +47,7 @@ def test_rows_lie_in_a_store_of_ones_own() -> None:
 
 def test_a_store_keeps_checkpoints_as_a_folder_does(tmp_path: Path) -> None:
     for url in ("memory://bucket/runs/7", f"file://{tmp_path}/run"):
-        lines = run_script("examples/object_storage.py", url).splitlines()
+        lines = run_script("examples/recipes/object_storage.py", url).splitlines()
         assert lines == [
             "kept: ['step-000000000020', 'step-000000000030']",
             f"{url}/step-000000000030: step 30, problems: []",

@@ -1,7 +1,7 @@
 """Saves checkpoints into a store, goes on from the newest one, and removes them; any URL that fsspec knows will do.
 
-python examples/object_storage.py
-python examples/object_storage.py s3://bucket/try
+python examples/recipes/object_storage.py
+python examples/recipes/object_storage.py s3://bucket/try
 """
 
 from __future__ import annotations
