@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,6 +144,11 @@ def _modules() -> dict[str, Callable[[], nn.Module]]:
         return kind(bags(), 3, dense_arch_layer_sizes=[4, DIM], over_arch_layer_sizes=[5, 1], **more)
 
     fused = {"optimizer_type": torch.optim.SGD, "optimizer_kwargs": {"lr": 0.1}}
+
+    def managed(kind: Any, make: Callable[[], nn.Module], policy: Any) -> nn.Module:
+        wrapped: nn.Module = kind(make(), _collisions(make(), policy()))
+        return wrapped
+
     return {
         "EmbeddingBagCollection": bags,
         "EmbeddingBagCollection fp16": lambda: bags(data_type=DataType.FP16),
@@ -155,9 +161,7 @@ def _modules() -> dict[str, Callable[[], nn.Module]]:
         ),
         "EmbeddingTowerCollection": lambda: EmbeddingTowerCollection([EmbeddingTower(bags(), nn.Linear(16, 1))]),
         **{
-            f"{kind.__name__} {policy.__name__}": lambda kind=kind, make=make, policy=policy: kind(  # type: ignore[misc]
-                make(), _collisions(make(), policy())
-            )
+            f"{kind.__name__} {policy.__name__}": partial(managed, kind, make, policy)
             for kind, make in (
                 (ManagedCollisionEmbeddingBagCollection, bags), (ManagedCollisionEmbeddingCollection, rows),
             )

@@ -114,9 +114,10 @@ def _some(**given: Any) -> dict[str, Any]:
 
 def _how_called(value: type) -> str | None:
     """The signature by which instances are made; None where a parent that is not ours defines it."""
-    if issubclass(value, tuple) and hasattr(value, "_fields"):
-        defaults = value._field_defaults
-        return f"({', '.join(f'{n}={_text(defaults[n])}' if n in defaults else n for n in value._fields)})"
+    fields: Any = getattr(value, "_fields", None)
+    if issubclass(value, tuple) and fields is not None:
+        defaults: Any = vars(value)["_field_defaults"]
+        return f"({', '.join(f'{n}={_text(defaults[n])}' if n in defaults else n for n in fields)})"
     for parent in value.__mro__:
         maker = vars(parent).get("__init__") or vars(parent).get("__new__")
         if maker is not None:
