@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("options", nargs="*", help="options of train.py, behind --")
     args = parser.parse_args(argv)
+    if args.trials < 1:
+        parser.error(f"--trials must be positive, got {args.trials}")
     study = optuna.create_study(
         study_name="dlrm",
         storage=args.storage,

@@ -194,6 +194,8 @@ def check(options: Options) -> None:
             raise ValueError(f'{flag(name)} needs {name}: pip install ".[track]" in a checkout of shardwise')
     for name in ("json", "metrics", "page", "tensorboard", "checkpoint_dir", "export"):
         given: Path | str | None = getattr(options, name)
+        if isinstance(given, str) and re.match(r"[a-z][a-z0-9+.-]+:/(?!/)", given):
+            raise ValueError(f"{flag(name)} {given}: a URL has two slashes, {given.replace(':/', '://', 1)}")
         # a store is asked by the first save
         if given is None or (isinstance(given, str) and "://" in given):
             continue

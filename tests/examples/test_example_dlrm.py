@@ -231,6 +231,10 @@ def test_bad_rows_are_skipped_and_counted_on_demand(tmp_path: Path) -> None:
         (["--checkpoint-async"], "--checkpoint-async needs --checkpoint-dir"),
         (["--resume"], "--resume needs --checkpoint-dir"),
         (["--json", "{}/a_file/result.json"], "File exists"),
+        (
+            ["--checkpoint-dir", "s3:/bucket/run"],
+            "--checkpoint-dir s3:/bucket/run: a URL has two slashes, s3://bucket/run",
+        ),
         (["--checkpoint-dir", "{}/a_file"], "--checkpoint-dir {}/a_file: [Errno 17] File exists"),
         (["--export", "{}/a_file/served"], "--export {}/a_file/served: [Errno 17] File exists"),
         (["--batch-size", "1000000"], "do not fill a batch of 1000000"),
