@@ -32,15 +32,15 @@ def train_loop(config: dict[str, Any], report: Callable[[dict[str, float]], Any]
 
 def on_worker(config: dict[str, Any]) -> None:
     """`train_loop` as Ray calls it."""
-    import ray.train
+    import ray.train  # pyright: ignore[reportMissingImports]
 
     train_loop(config, ray.train.report)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Trains on the cluster that RAY_ADDRESS names, or on this machine."""
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train import FailureConfig, RunConfig, ScalingConfig  # pyright: ignore[reportMissingImports]
+    from ray.train.torch import TorchConfig, TorchTrainer  # pyright: ignore[reportMissingImports]
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--workers", type=int, default=2, help="ranks of all nodes together")
