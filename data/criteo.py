@@ -73,6 +73,8 @@ class Criteo:
         for name in CATEGORY_NAMES:
             if by_name[name] <= 0:
                 raise ValueError(f"rows of {name!r} must be positive, got {by_name[name]}")
+            if by_name[name] >= 1 << 63 or by_name[name] != int(by_name[name]):
+                raise ValueError(f"rows of {name!r} must be an integer of 64 bits, got {by_name[name]}")
         self.feature_rows: Mapping[str, int] = {name: by_name[name] for name in CATEGORY_NAMES}
         self._row_counts = np.array(list(self.feature_rows.values()), dtype=np.int64)
         self._evaluate_every = evaluate_every

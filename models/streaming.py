@@ -27,6 +27,8 @@ MAX_WEIGHT = 2.0**20
 _LOWEST, _OCTAVES = -32, 64
 # exponents of float64, from the smallest subnormal number on, and how a mantissa of 53 bits is halved
 _MIN_EXPONENT, _EXPONENTS, _LOW_BITS = -1073, 2098, 27
+_COARSE_BITS = 30
+_RAN_OVER = "a sum of weights left int64: reset the metric earlier, or take smaller weights"
 
 
 class StreamingMetric(nn.Module):
@@ -65,6 +67,18 @@ class StreamingMetric(nn.Module):
     def samples(self) -> int:
         """How many samples count. A host sync on CUDA."""
         return int(self.state[0])
+
+    def get_extra_state(self) -> str:
+        return self.extra_repr()
+
+    def set_extra_state(self, state: str) -> None:
+        """What a state dict says of the settings.
+
+        Raises:
+            ValueError: they are other ones: its sums mean something else.
+        """
+        if state != self.extra_repr():
+            raise ValueError(f"a state of ({state}) means other things in {self}")
 
     def _accepted(
         self, scores: Tensor, labels: Tensor, weights: Tensor | None, undefined: Tensor
@@ -109,7 +123,7 @@ class StreamingMetric(nn.Module):
         if weights:
             raise ValueError(f"{weights} weights are not in [0, 2**20], beside {valid} samples that are well")
         if bool((state < 0).any()):
-            raise OverflowError("a sum of weights left int64: reset the metric earlier, or take smaller weights")
+            raise OverflowError(_RAN_OVER)
         return state[_COUNTS:], valid > 0 and not undefined
 
 
@@ -126,7 +140,7 @@ class StreamingAUC(StreamingMetric):
     2**-32, and from 2**32 on, share bins. With 10 bits fp16 and bf16 scores of that range have bins of their own:
     theirs is the exact value.
 
-    The state is 16 * (128 * 2**mantissa_bits + 1) + 32 bytes: 2.1 MB with 10 bits, 0.26 MB with 7.
+    The state is 16 * (128 * 2**mantissa_bits + 1) + 40 bytes: 2.1 MB with 10 bits, 0.26 MB with 7.
 
     Args:
         mantissa_bits: 0 to 16.
@@ -156,7 +170,8 @@ class StreamingAUC(StreamingMetric):
             raise ValueError(f"weight_unit must be a power of two of 2**-40 to 1, got {weight_unit}")
         self.mantissa_bits, self.weight_unit = mantissa_bits, weight_unit
         self.bins = 2 * (_OCTAVES << mantissa_bits) + 1
-        super().__init__(2 * self.bins, device)
+        # the bins, and the sum of all weights without its last 30 bits, by which a bin that ran over is seen
+        super().__init__(2 * self.bins + 1, device)
 
     def extra_repr(self) -> str:
         return f"mantissa_bits={self.mantissa_bits}, weight_unit={self.weight_unit}"
@@ -170,7 +185,9 @@ class StreamingAUC(StreamingMetric):
         scores = self._check(scores, labels, weights).float()
         valid, positive, weight = self._accepted(scores, labels, weights, scores.isnan())
         index = 2 * self._bin_of(torch.where(valid, scores, 0.0)) + positive
-        self.state[_COUNTS:].index_add_(0, index, (weight / self.weight_unit).round().long())
+        units = (weight / self.weight_unit).round().long()
+        self.state[_COUNTS:].index_add_(0, index, units)
+        self.state[-1] += (units >> _COARSE_BITS).sum()
 
     def _bin_of(self, scores: Tensor) -> Tensor:
         """The bin of each score [N]: bits of a float32 are in the order of its magnitude."""
@@ -199,7 +216,11 @@ class StreamingAUC(StreamingMetric):
         sums, defined = self._sums()
         if not defined:
             return 0, 0, 0
-        counts = sums.view(self.bins, 2)
+        counts, coarse = sums[:-1].view(self.bins, 2), int(sums[-1])
+        # a sum that left int64 is off by 2**64 times something, and so is the sum of all
+        total = sum(counts[counts.any(1)].flatten().tolist())
+        if not coarse << _COARSE_BITS <= total <= (coarse + self.samples) << _COARSE_BITS:
+            raise OverflowError(_RAN_OVER)
         pairs = within = below = positives = 0
         # integers of any size: products of two sums leave int64
         for negative, positive in counts[counts.any(1)].tolist():
@@ -279,8 +300,10 @@ class StreamingNE(StreamingMetric):
         totals = self._totals()
         if not totals or not totals[self._POSITIVE] or not totals[self._NEGATIVE]:
             return math.nan
-        mean = float(totals[self._POSITIVE] / (totals[self._POSITIVE] + totals[self._NEGATIVE]))
-        return self.log_loss() / -(mean * math.log(mean) + (1.0 - mean) * math.log1p(-mean))
+        positive, negative = totals[self._POSITIVE], totals[self._NEGATIVE]
+        # of the rarer kind, as 1 - m of a rate near 1 is lost in rounding
+        mean = float(min(positive, negative) / (positive + negative))
+        return self.log_loss() / -(mean * math.log(mean) + (1.0 - mean) * math.log1p(-mean)) if mean else math.nan
 
     def log_loss(self) -> float:
         """Mean cross-entropy in nats; nan where nothing counts."""
@@ -340,6 +363,8 @@ class MetricWindow(nn.Module, Generic[M]):
                 f"a batch of {scores.numel()} samples is larger than a piece of {self.piece_samples}: fewer pieces, or"
                 " a window of more samples"
             )
+        # a batch that is refused costs no piece
+        self._metrics()[self._newest]._check(scores, labels, weights)
         if self._in_newest and self._in_newest + scores.numel() > self.piece_samples:
             self._newest = (self._newest + 1) % len(self.pieces)
             self._in_newest = 0

@@ -51,6 +51,8 @@ def reduce_metrics(metrics: M, env: ShardingEnv | dist.ProcessGroup | None = Non
         if not metrics:
             raise ValueError("no metrics to reduce")
         for number, metric in enumerate(metrics):
+            if not isinstance(metric, nn.Module):
+                raise ValueError(f"metric {number} is no module with sums, but {type(metric).__name__}")
             dtypes = {buffer.dtype for buffer in metric.buffers()}
             if dtypes != {torch.int64}:
                 raise ValueError(
@@ -63,7 +65,9 @@ def reduce_metrics(metrics: M, env: ShardingEnv | dist.ProcessGroup | None = Non
         }
         return deepcopy(metrics), facts
 
-    device = next((buffer.device for metric in metrics for buffer in metric.buffers()), torch.device("cpu"))
+    # what is no metric is told by `copies`, on all ranks
+    modules = [metric for metric in metrics if isinstance(metric, nn.Module)] if isinstance(metrics, Sequence) else []
+    device = next((buffer.device for metric in modules for buffer in metric.buffers()), torch.device("cpu"))
     carrier = exchange_device(group, device)
     reduced, _ = agree(exchange, carrier, copies)
     if not exchange.alone:

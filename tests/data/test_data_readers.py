@@ -388,6 +388,11 @@ def test_files_are_streamed(tmp_path: Path) -> None:
         (lambda path: Criteo(path), "no .tsv or .txt file there"),
         (lambda path: Criteo(path / "a.tsv", rows={"cat_0": 1}), "missing or unknown: cat_1, cat_10"),
         (lambda path: Criteo(path / "a.tsv", rows=0), "rows of 'cat_0' must be positive, got 0"),
+        (
+            lambda path: Criteo(path / "a.tsv", rows=cast(Any, 0.5)),
+            "rows of 'cat_0' must be an integer of 64 bits, got 0.5",
+        ),
+        (lambda path: Criteo(path / "a.tsv", rows=2**63), "rows of 'cat_0' must be an integer of 64 bits, got 922"),
         (lambda path: Criteo(path / "a.tsv", evaluate_every=1), "evaluate_every must be at least 2, got 1"),
         (lambda path: Criteo(path / "a.tsv", on_bad_row=cast(Any, "drop")), '"raise" or "skip", got \'drop\''),
     ],

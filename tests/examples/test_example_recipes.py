@@ -33,7 +33,7 @@ def recipe(name: str) -> Any:
 
 PRINTED = {
     "metrics": [
-        "samples: 40000, bytes of states: 2231504",
+        "samples: 40000, bytes of states: 2231512",
         "AUC 0.8212, off by at most 5e-05",
         "NE 0.8058, calibration 1.0721",
         "AUC of the last 8000: 0.7661",
@@ -80,7 +80,8 @@ def test_all_ranks_stop_in_the_same_epoch(ranks: int) -> None:
         {end for _, end in ended}
     ) == 1
     assert 2 < int(ended[0][1].split()[3].rstrip(",")) < 100
-    assert lines[-1] == "the last NE is worse: True; the best weights are back: True"
+    # ranks print in any order
+    assert lines.count("the last NE is worse: True; the best weights are back: True") == 1
 
 
 class Twin(nn.Module):

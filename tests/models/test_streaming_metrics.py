@@ -180,7 +180,7 @@ def test_a_window_has_the_last_samples_alone() -> None:
 
 def test_memory_does_not_grow_with_samples() -> None:
     logits, labels, _ = samples(100_000)
-    for metric, expected in ((StreamingAUC(), 2_097_200), (StreamingAUC(7), 262_192), (StreamingNE(), 134_304)):
+    for metric, expected in ((StreamingAUC(), 2_097_208), (StreamingAUC(7), 262_200), (StreamingNE(), 134_304)):
         storage = metric.state.untyped_storage().data_ptr()
         for part in zip(logits.split(10_000), labels.split(10_000), strict=True):
             metric.update(*part)
@@ -263,3 +263,36 @@ def test_a_sum_that_left_int64_is_told() -> None:
         metric.update(torch.zeros(2), torch.tensor([0, 1]), torch.full((2,), 2.0**20))
     with pytest.raises(OverflowError, match="left int64: reset the metric earlier"):
         metric.compute()
+
+
+def test_a_sum_that_went_once_around_is_told() -> None:
+    """16 weights of 2**20 in units of 2**-40 are 2**64, which is 0 in a bin."""
+    metric = StreamingAUC(weight_unit=2.0**-40)
+    metric.update(torch.zeros(16), torch.ones(16), torch.full((16,), 2.0**20))
+    metric.update(torch.zeros(1), torch.zeros(1))
+    with pytest.raises(OverflowError, match="left int64"):
+        metric.compute()
+
+
+@pytest.mark.parametrize("rare", [0, 1])
+def test_ne_of_a_rate_that_rounds_to_an_end_is_the_exact_one(rare: int) -> None:
+    """log(1 - m) was asked of a mean label m of 1."""
+    metric = StreamingNE()
+    metric.update(torch.zeros(2), torch.tensor([1.0 - rare, rare]), torch.tensor([1.0, 1e-17], dtype=torch.float64))
+    entropy = 1e-17 * (1.0 - math.log(1e-17))
+    assert metric.compute() == pytest.approx(math.log(2.0) / entropy, rel=1e-9)
+
+
+def test_a_batch_that_is_refused_costs_a_window_no_piece() -> None:
+    window = MetricWindow(StreamingAUC(), samples=4, pieces=2)
+    for _ in range(2):
+        window.update(torch.tensor([0.0, 1.0]), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"all must be \[N\]"):
+        window.update(torch.zeros(2), torch.zeros(3))
+    assert window.latest().samples == 4
+
+
+def test_a_state_of_other_units_is_refused() -> None:
+    state = StreamingAUC(weight_unit=2.0**-10).state_dict()
+    with pytest.raises(ValueError, match=r"weight_unit=0.0009765625\) means other things in StreamingAUC"):
+        StreamingAUC().load_state_dict(state)
