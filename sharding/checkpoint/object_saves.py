@@ -211,6 +211,8 @@ class ObjectAttempt(Attempt):
         lease = Lease(folder)
         try:
             sizes = listing(folder)
+            # two saves may have come and gone, lock and all, since this one looked for the highest number
+            lease.require_held(sizes)
             lease.clear(sizes)
             clear_unfinished(folder, sizes)
             # who was taken for dead may still write into the folder of its step

@@ -240,6 +240,23 @@ def test_a_save_that_was_taken_for_dead_commits_nothing(monkeypatch: pytest.Monk
     assert checkpoint.steps(RUN) == [good]
 
 
+def test_a_save_that_looked_long_ago_takes_no_lock_below_a_living_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two saves came and went in between, its number was free again: it removed a third one's files."""
+    folder = Url(RUN)
+    storage.overwrite(folder / ".lock-000000007", b'{"holder": "another"}')
+    storage.overwrite(folder / f"{STEP}1" / FILE, b"half")
+    now, looked = object_saves.listing, list[Url]()
+
+    def listing(place: Url) -> dict[str, int]:
+        looked.append(place)
+        return {} if len(looked) == 1 else now(place)
+
+    monkeypatch.setattr(object_saves, "listing", listing)
+    with pytest.raises(storage.StoreError, match="another save took this one for dead"):
+        object_saves.ObjectAttempt.begin(folder, 2, world_size=1)
+    assert objects(RUN) == {f"{STEP}1/{FILE}": b"half"}
+
+
 def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_goes_on_at_once(tmp_path: Path) -> None:
     """The process is gone from this machine, so that nobody waits until its lock is old."""
     url = f"file://{tmp_path}/run"
