@@ -81,8 +81,8 @@ def test_the_wheel_holds_every_folder_and_nothing_else(wheel: Path) -> None:
 
 
 # the library alone takes 1.5 MB of it, of which FBGEMM's ops and tables by name have 0.1, the suite and the tuner 0.13,
-# the check-up and its self-test 0.05
-MOST_BYTES = 1_870_000
+# the check-up and its self-test 0.05, checkpoints in stores, streaming metrics and the reader of Criteo 0.03
+MOST_BYTES = 1_910_000
 
 
 def test_the_wheel_is_small_and_pure_python(wheel: Path) -> None:
