@@ -2,7 +2,7 @@
 
 Each node is a network namespace with an address and a torchrun of its own, or a loopback address where no namespace can
 be made, and has two ranks. Not as it has to be: the losses of a run with a failure differ in a bit from those of an
-undisturbed one; runs at other numbers of ranks differ by more than 1e-5; ranks that are cut off do not all say who is
+undisturbed one; runs at other numbers of ranks differ by more than 1e-5; nodes that are cut off do not both say who is
 gone within `timeout_s` and 15 s. `--write` keeps the result in `perf/results/cpu/two_nodes.json`.
 """
 
@@ -107,8 +107,8 @@ def node_killed(run: Run, node: int) -> dict[str, Any]:
 
 
 def named(nodes: TwoNodes, node: int) -> bool:
-    """Whether the ranks of a node said which ranks are gone."""
-    return len(failures(nodes, node)) == 2
+    """Whether a rank of a node said which ranks are gone: torchrun may end the other one before it says a word."""
+    return len(failures(nodes, node)) > 0
 
 
 def failures(nodes: TwoNodes, node: int) -> list[str]:
