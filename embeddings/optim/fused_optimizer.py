@@ -52,6 +52,10 @@ class FusedOptimizer(KeyedOptimizer):
     def _name(self, table: str) -> str:
         return f"{self._prefix}.{table}.weight"
 
+    def _trains_in_backward(self) -> bool:
+        # where they wait, a program sees to their sums by itself
+        return bool(self.groups) and not self.accumulation.on
+
     def state_dict(self) -> dict[str, Any]:
         """As `KeyedOptimizer.state_dict`, of the tables where they are now."""
         self._follow()

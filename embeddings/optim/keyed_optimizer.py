@@ -159,6 +159,22 @@ class KeyedOptimizer(torch.optim.Optimizer):
     def _put_rates_in_effect(self) -> None:
         """Learning rates were written to the groups; an ordinary optimizer reads them at its next step."""
 
+    def _trains_in_backward(self) -> bool:
+        """Whether the backward trains some of its parameters, as far as it says so."""
+        return any(optimizer._trains_in_backward() for optimizer in self.inner_optimizers())
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by `torch.amp.GradScaler.step` before it takes its scale out of `.grad`, which tables do not have."""
+        if self._trains_in_backward():
+            warnings.warn(
+                "a GradScaler takes its scale out of dense gradients only: tables that the backward trains were updated"
+                " by gradients times the scale, and a step that it skips was not skipped for them. Use bf16, which"
+                " needs no scale, or have the tables wait: docs/howto/autocast.md",
+                stacklevel=3,
+            )
+        return False
+
     def __getstate__(self) -> dict[str, Any]:
         # hooks stay behind, as in torch.optim, and so does the `step` that a scheduler puts in place of the method
         return {k: v for k, v in self.__dict__.items() if k != "step" and not k.endswith("_hooks")}

@@ -148,7 +148,7 @@ def write(args: argparse.Namespace, line: dict[str, object]) -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--checkpoint-dir", type=Path, help="a folder that all nodes see; it goes on from the last")
+    parser.add_argument("--checkpoint-dir", help="a folder that all nodes see, or s3://...; it goes on from the last")
     parser.add_argument("--checkpoint-every", type=int, default=5, help="steps")
     parser.add_argument("--losses", type=Path, help="rank 0 adds what it prints to this file")
     parser.add_argument("--timeout-s", type=float, default=20.0, help="how long a rank waits for others in an exchange")

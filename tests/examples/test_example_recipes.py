@@ -191,7 +191,7 @@ def test_losses_scaled_by_a_power_of_two_change_no_bit_and_what_is_infinite_is_l
     assert torch.equal(table_of(model), before)
 
 
-def test_a_grad_scaler_alone_takes_table_steps_that_are_too_large() -> None:
+def test_a_grad_scaler_alone_takes_table_steps_that_are_too_large_and_a_warning_says_so() -> None:
     """What the page warns of: the scale is taken out of `.grad`, after backward has updated the tables."""
     autocast = recipe("autocast")
     moved = []
@@ -200,7 +200,8 @@ def test_a_grad_scaler_alone_takes_table_steps_that_are_too_large() -> None:
         before = table_of(model)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         scaler.scale(autocast.loss_of(model, 0, None)).backward()
-        scaler.step(optimizer)
+        with pytest.warns(UserWarning, match="updated by gradients times the scale"):
+            scaler.step(optimizer)
         moved.append(table_of(model) - before)
     torch.testing.assert_close(moved[1], 8 * moved[0], rtol=1e-4, atol=1e-6)
     assert float(moved[0].abs().max()) > 0

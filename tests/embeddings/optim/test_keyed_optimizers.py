@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -624,3 +625,23 @@ def test_copied_scheduled_and_initialised_like_any_keyed_optimizer() -> None:
     other.step()
     assert other.state_dict()["state"]["bias"]["__semisync_local_step_counter__"].item() == 4
     assert outer.state_dict()["state"]["bias"]["__semisync_local_step_counter__"].item() == 3
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("around", [lambda both: both, lambda both: OptimizerWrapper(CombinedOptimizer([("", both)]))])
+def test_a_grad_scaler_is_warned_of_only_where_the_backward_trains_tables(
+    around: Callable[[KeyedOptimizer], KeyedOptimizer], waits: bool
+) -> None:
+    ebc, over = fused(), linear()
+    tables = ebc.fused_optimizer()
+    assert isinstance(tables, FusedOptimizer)
+    tables.accumulate_gradients(waits)
+    scaler = torch.amp.GradScaler("cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for optimizer in (wrap(over), around(CombinedOptimizer([tables, wrap(over)]))):
+            scaler.scale(over(torch.ones(3)).sum()).backward()
+            scaler.step(optimizer)
+    warned = ["gradients times the scale" in str(each.message) for each in caught]
+    assert warned == ([] if waits else [True])
+    assert all(each.filename == __file__ for each in caught)
