@@ -7,8 +7,10 @@ or a class past some two dozen methods, is two things.
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 from test_layering import ROOT
@@ -31,22 +33,35 @@ def statements(function: ast.AST) -> int:
     return len(inside) - len(documented) - 1
 
 
-def uses(tree: ast.AST, name: str) -> int:
-    """How often a name is read, by itself or as an attribute: each is a call, or hands a function over."""
-    read = [node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Load)]
-    return sum(getattr(node, "id", getattr(node, "attr", None)) == name for node in read)
+class Mentions(NamedTuple):
+    """Of a file: how often each name is read, by itself or as an attribute; names it imports; members of its classes.
+
+    A name that is read is called, or handed over as a function.
+    """
+
+    read: Counter[str]
+    imported: set[str]
+    members: Counter[str]
 
 
-def is_imported(tree: ast.AST, name: str) -> bool:
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return any(alias.name == name for node in found for alias in node.names)
+@cache
+def mentions(source: str) -> Mentions:
+    found = Mentions(Counter(), set(), Counter())
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            found.imported.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ClassDef):
+            found.members.update(getattr(member, "name", None) or "" for member in node.body)
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+            found.read[node.id if isinstance(node, ast.Name) else node.attr] += 1
+    return found
 
 
 def too_small_or_too_large(sources: Mapping[str, str], folders: tuple[str, ...] = FOLDERS) -> list[str]:
     """What of the sources of a tree, by their paths, has another size than it should in these folders."""
-    tree_of, found = cache(ast.parse), []
+    found = []
     for path, source in sources.items():
-        nodes = list(ast.walk(tree_of(source))) if path.startswith(folders) else []
+        nodes = list(ast.walk(ast.parse(source))) if path.startswith(folders) else []
         classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
         methods = {id(member) for node in classes for member in node.body}
         for node in classes:
@@ -63,15 +78,14 @@ def too_small_or_too_large(sources: Mapping[str, str], folders: tuple[str, ...] 
             private = node.name.startswith("_") and not node.name.startswith("__") and not node.decorator_list
             if not private or statements(node) >= FEWEST_STATEMENTS:
                 continue
-            trees = {other: tree_of(text) for other, text in sources.items() if node.name in text}
+            others = {other: mentions(text) for other, text in sources.items() if node.name in text}
             if id(node) in methods:
-                owners = [at for tree in trees.values() for at in ast.walk(tree) if isinstance(at, ast.ClassDef)]
                 # several classes have it: a protocol, or a method and what overrides it
-                of_one = sum(getattr(member, "name", None) == node.name for at in owners for member in at.body) == 1
-                callers = sum(uses(tree, node.name) for tree in trees.values()) if of_one else 0
+                of_one = sum(each.members[node.name] for each in others.values()) == 1
+                callers = sum(each.read[node.name] for each in others.values()) if of_one else 0
             else:
                 callers = sum(
-                    uses(tree, node.name) for at, tree in trees.items() if at == path or is_imported(tree, node.name)
+                    each.read[node.name] for at, each in others.items() if at == path or node.name in each.imported
                 )
             if callers == 1:
                 found.append(f"{path}:{node.lineno}: {node.name} is short and has one caller: join it in")
