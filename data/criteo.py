@@ -71,7 +71,8 @@ class Criteo:
             wrong = sorted(set(by_name) ^ set(CATEGORY_NAMES))
             raise ValueError(f"rows must name cat_0 .. cat_25, missing or unknown: {', '.join(wrong)}")
         for name in CATEGORY_NAMES:
-            if by_name[name] <= 0:
+            # a nan fails this too
+            if not by_name[name] > 0:
                 raise ValueError(f"rows of {name!r} must be positive, got {by_name[name]}")
             if by_name[name] >= 1 << 63 or by_name[name] != int(by_name[name]):
                 raise ValueError(f"rows of {name!r} must be an integer of 64 bits, got {by_name[name]}")

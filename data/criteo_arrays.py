@@ -24,7 +24,7 @@ from shardwise.jagged import KeyedJaggedTensor
 from . import criteo_preprocess
 from .batch import Batch
 from .criteo import CAT_FEATURE_COUNT, DEFAULT_CAT_NAMES
-from .paths import PATH_MANAGER_KEY, local_path
+from .paths import PATH_MANAGER_KEY, load_array
 from .source import check_split
 
 Array: TypeAlias = npt.NDArray[np.generic]
@@ -44,8 +44,7 @@ class BinaryCriteoUtils:
     @staticmethod
     def get_shape_from_npy(path: str | os.PathLike[str], path_manager_key: str = PATH_MANAGER_KEY) -> tuple[int, ...]:
         """The shape of the array in a file, of which only the header is read."""
-        place = local_path(path, path_manager_key=path_manager_key)
-        return tuple(np.load(place, mmap_mode="r", allow_pickle=False).shape)
+        return tuple(load_array(path, path_manager_key=path_manager_key, mmap_mode="r").shape)
 
     @staticmethod
     def get_file_row_ranges_and_remainder(
@@ -82,7 +81,7 @@ class BinaryCriteoUtils:
         Raises:
             ValueError: the array has another number of dims, or not these rows.
         """
-        rows = np.load(local_path(fname, path_manager_key=path_manager_key), mmap_mode="r", allow_pickle=False)
+        rows = load_array(fname, path_manager_key=path_manager_key, mmap_mode="r")
         if rows.ndim != 2:
             raise ValueError(f"Cannot load range for npy with ndim != 2: {fname} has shape {rows.shape}")
         if not 0 <= start_row < len(rows):
@@ -115,7 +114,8 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         path_manager_key: of iopath's manager, in programs that use iopath.
 
     Raises:
-        ValueError: an unknown stage, numbers of files or rows that differ, or not 26 hashes.
+        ValueError: an unknown stage, numbers of files or rows that differ, not 26 hashes or columns of ids, or a file
+            that is no .npy file or was cut short.
     """
 
     def __init__(
@@ -180,11 +180,16 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
             )
         mixed = self.shuffle_training_set and self.stage == "train"
         mode: Literal["r"] | None = "r" if self.mmap_mode or mixed else None
-        places = [[local_path(path, path_manager_key=self.path_manager_key) for path in paths] for paths in groups]
-        arrays = [[np.load(place, mmap_mode=mode, allow_pickle=False) for place in paths] for paths in places]
+        arrays = [
+            [load_array(path, path_manager_key=self.path_manager_key, mmap_mode=mode) for path in paths]
+            for paths in groups
+        ]
         for paths, day in zip(zip(*groups, strict=True), zip(*arrays, strict=True), strict=True):
             if len({len(rows) for rows in day}) != 1:
                 raise ValueError(f"{', '.join(map(str, paths))} have {', '.join(str(len(rows)) for rows in day)} rows")
+        for path, rows in zip(self.sparse_paths, arrays[1], strict=True):
+            if rows.ndim != 2 or rows.shape[1] != CAT_FEATURE_COUNT:
+                raise ValueError(f"{path}: need {CAT_FEATURE_COUNT} columns, the array has shape {rows.shape}")
         if mixed:
             arrays = self._mixed(arrays)
         else:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
+
+from shardwise.kernels import numba_loops
 
 # what a byte is as a digit of base 16; from 16 on it is none
 _DIGITS = np.full(256, 16, np.uint8)
@@ -18,7 +19,6 @@ _TAB, _MINUS, _ZERO, _MAX_DIGITS = 9, 45, 48, 18
 # to type checkers these are functions, not types
 _uint8: Any = np.uint8
 _uint32: Any = np.uint32
-_compiled: Any = numba.njit(nogil=True, error_model="numpy", cache=True)
 
 
 def parse_rows(*arrays: Any) -> int:
@@ -26,7 +26,7 @@ def parse_rows(*arrays: Any) -> int:
     return int(_parse_rows(_DIGITS, *arrays))
 
 
-@_compiled
+@numba_loops.compiled_by_types
 def _parse_rows(  # type: ignore[no-untyped-def] # noqa: ANN202, PLR0912
     digits,
     text,

@@ -12,14 +12,15 @@ import csv
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from .criteo import CAT_FEATURE_COUNT, DAYS, FREQUENCY_THRESHOLD, INT_FEATURE_COUNT
-from .paths import PATH_MANAGER_KEY, local_path, open_path
+from .paths import PATH_MANAGER_KEY, load_array, local_path, open_path
+from .rows import shortened
 
 Array: TypeAlias = npt.NDArray[np.generic]
 Path: TypeAlias = str | os.PathLike[str]
@@ -31,7 +32,7 @@ _DATASETS = ("criteo_1tb", "criteo_kaggle")
 _SELDOM, _FIRST_ID = 1, 2
 # lines that are Python objects at a time
 _CHUNK = 1 << 16
-_INT32, _FLOAT32_EXACT = np.iinfo(np.int32).max, 1 << 24
+_INT32, _INT64, _FLOAT32_EXACT = np.iinfo(np.int32).max, np.iinfo(np.int64).max, 1 << 24
 
 
 def tsv_to_npys(
@@ -49,7 +50,8 @@ def tsv_to_npys(
     labels: they are -1.
 
     Raises:
-        ValueError: an unknown dataset, a file without lines, or a line that cannot be read, by `path:line`.
+        ValueError: an unknown dataset, a file without lines, or a line that cannot be read, by `path:line`; where the
+            text is not UTF-8, by a line before it.
     """
     if dataset_name not in _DATASETS:
         raise ValueError(f"dataset_name must be one of {', '.join(_DATASETS)}, got {dataset_name!r}")
@@ -58,8 +60,9 @@ def tsv_to_npys(
     if not chunks:
         raise ValueError(f"{os.fspath(in_file)}: no lines")
     rows = np.concatenate(chunks)
-    dense = rows[:, 1 : 1 + INT_FEATURE_COUNT].astype(np.int32)
-    dense -= dense.min() - 2
+    # the least and the greatest may be further apart than 32 bits hold
+    dense = rows[:, 1 : 1 + INT_FEATURE_COUNT]
+    dense = dense - (dense.min() - 2)
     for path, array in (
         (out_dense_file, np.log(dense, dtype=np.float32)),
         (out_sparse_file, np.ascontiguousarray(rows[:, 1 + INT_FEATURE_COUNT :])),
@@ -87,7 +90,7 @@ def sparse_to_contiguous(
     names = [os.path.basename(path).split(".")[0] for path in in_files]
     if len(set(names)) < len(names):
         raise ValueError(f"in_files must have different names, got {', '.join(names)}")
-    files = [np.load(local_path(path, path_manager_key=path_manager_key), allow_pickle=False) for path in in_files]
+    files = [load_array(path, path_manager_key=path_manager_key) for path in in_files]
     for path, file in zip(in_files, files, strict=True):
         if file.ndim != 2 or file.shape[1] < columns:
             raise ValueError(f"{os.fspath(path)}: need {columns} columns, the array has shape {file.shape}")
@@ -131,8 +134,7 @@ def shuffle(
     files: dict[str, list[Array]] = {}
     for kind, columns in kinds.items():
         paths = [day(folders[kind], number, kind) for number in range(days - 1)]
-        places = [local_path(path, path_manager_key=path_manager_key) for path in paths]
-        files[kind] = [np.load(place, mmap_mode="r", allow_pickle=False) for place in places]
+        files[kind] = [load_array(path, path_manager_key=path_manager_key, mmap_mode="r") for path in paths]
         for number, (path, file) in enumerate(zip(paths, files[kind], strict=True)):
             if file.shape != (rows_per_day.get(number), columns):
                 raise ValueError(
@@ -162,15 +164,25 @@ def shuffle(
 def _parsed(path: Path, labelled: bool, path_manager_key: str) -> Iterator[npt.NDArray[np.int64]]:
     """The lines of a file as rows [<= _CHUNK, 40] of label, integers and categories."""
     with open_path(path, "r", path_manager_key=path_manager_key) as lines:
-        numbered = enumerate(csv.reader(lines, delimiter="\t"), start=1)
-        while chunk := list(islice(numbered, _CHUNK)):
-            rows = []
-            for number, fields in chunk:
-                try:
+        reader = csv.reader(lines, delimiter="\t")
+        rows: list[list[int]] = []
+        while True:
+            # of a row: a quoted field may go on over several
+            line = reader.line_num + 1
+            try:
+                fields = next(reader, None)
+                if fields is not None:
                     rows.append(_row(fields if labelled else [str(NO_LABEL), *fields]))
-                except ValueError as error:
-                    raise ValueError(f"{os.fspath(path)}:{number}: {error}") from error
-            yield np.array(rows, np.int64)
+            except UnicodeDecodeError as error:
+                # text is decoded ahead of the lines
+                raise ValueError(f"{os.fspath(path)}: not UTF-8, in line {line} or after it: {error}") from error
+            except (ValueError, csv.Error) as error:
+                raise ValueError(f"{os.fspath(path)}:{line}: {shortened(str(error))}") from error
+            if rows and (fields is None or len(rows) == _CHUNK):
+                yield np.array(rows, np.int64)
+                rows = []
+            if fields is None:
+                return
 
 
 def _row(fields: list[str]) -> list[int]:
@@ -181,7 +193,10 @@ def _row(fields: list[str]) -> list[int]:
     numbers = [int(field or 0) for field in integers]
     if not all(-_INT32 <= number <= _INT32 for number in numbers):
         raise ValueError(f"an integer needs more than 32 bits: {max(numbers, key=abs)}")
-    return numbers + [int(field or "0", 16) for field in categories]
+    ids = [int(field or "0", 16) for field in categories]
+    if not all(-_INT64 <= number <= _INT64 for number in ids):
+        raise ValueError(f"a category needs more than 64 bits: {max(ids, key=abs):x}")
+    return numbers + ids
 
 
 def _renumbered(ids: Array, threshold: int) -> npt.NDArray[np.int64]:
@@ -211,7 +226,7 @@ def _side_by_side(files: Mapping[str, Sequence[Array]], numbers: npt.NDArray[np.
 
 
 def _narrowest_integer(array: Array) -> np.dtype[np.generic]:
-    fits = not array.size or int(array.max()) <= _INT32
+    fits = not array.size or -_INT32 <= int(array.min()) <= int(array.max()) <= _INT32
     return np.dtype(np.int32 if fits else np.int64)
 
 

@@ -28,6 +28,7 @@ from .rows import BadRow, read_blocks
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
+Floats: TypeAlias = npt.NDArray[np.float32]
 # what is wrong with a row of columns, by its place: file, line, fault
 Fault: TypeAlias = tuple[int, Path, int, BadRow]
 
@@ -102,18 +103,7 @@ def _lines(path: Path, first: int, block: bytes) -> Lines:
 
 def parse(lines: Lines, row_counts: Ints) -> Columns:
     """The columns of lines; ids are categories modulo `row_counts` [26]."""
-    n = len(lines)
-    labels, dense = np.empty(n, np.float32), np.empty((n, INTEGERS), np.float32)
-    ids, plain = np.empty((CATEGORIES, n), np.int64), np.zeros(n, np.bool_)
-    loops = _loops()
-    if loops is not None:
-        large = np.empty((2, n * INTEGERS), np.int64)
-        # no category needs more than 32 bits: 0 leaves them as they are
-        divisors = np.where(row_counts < 1 << 32, row_counts, 0).astype(np.uint32)
-        count = loops.parse_rows(
-            lines.text, lines.starts, lines.ends, _LOGARITHMS, divisors, labels, dense, ids, plain, *large
-        )
-        dense.reshape(-1)[large[0, :count]] = logarithms(large[1, :count])
+    labels, dense, ids, plain = _parse_plain(_loops(), lines, row_counts)
     faults: list[Fault] = []
     places: list[int] = []
     rows: list[list[str]] = []
@@ -132,6 +122,22 @@ def parse(lines: Lines, row_counts: Ints) -> Columns:
         categories = np.array([[int(field, 16) if field else -1 for field in fields[14:]] for fields in rows])
         ids[:, places] = np.where(categories < 0, -1, categories % row_counts).T
     return Columns(labels, dense, ids, faults)
+
+
+def _parse_plain(loops: Any, lines: Lines, row_counts: Ints) -> tuple[Floats, Floats, Ints, Mask]:
+    """The columns of the rows that the loop reads, and which these are: none without it."""
+    n = len(lines)
+    labels, dense = np.empty(n, np.float32), np.empty((n, INTEGERS), np.float32)
+    ids, plain = np.empty((CATEGORIES, n), np.int64), np.zeros(n, np.bool_)
+    if loops is not None:
+        large = np.empty((2, n * INTEGERS), np.int64)
+        # no category needs more than 32 bits: 0 leaves them as they are
+        divisors = np.where(row_counts < 1 << 32, row_counts, 0).astype(np.uint32)
+        count = loops.parse_rows(
+            lines.text, lines.starts, lines.ends, _LOGARITHMS, divisors, labels, dense, ids, plain, *large
+        )
+        dense.reshape(-1)[large[0, :count]] = logarithms(large[1, :count])
+    return labels, dense, ids, plain
 
 
 def join(parts: Sequence[Columns]) -> Columns:
@@ -165,10 +171,18 @@ def _loops() -> Any:
     if not numba_loops.compiles():
         return None
     try:
-        from . import criteo_loops
+        with warnings.catch_warnings():
+            # numba speaks of caches
+            warnings.simplefilter("ignore")
+            from . import criteo_loops
+
+            # no lines: what compiling or loading the loop says, it says here
+            _parse_plain(criteo_loops, _lines(Path(), 1, b"")[:0], np.ones(CATEGORIES, np.int64))
     except Exception as error:
         warnings.warn(
-            f"shardwise: numba does not work here, Criteo's lines are parsed one by one: {error}", stacklevel=2
+            "shardwise: numba does not work here, Criteo's lines are parsed one by one, at a twentieth of the rate:"
+            f" {numba_loops.line(error)}",
+            stacklevel=2,
         )
         return None
     return criteo_loops

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
 
 # the key of TorchRec's path manager
 PATH_MANAGER_KEY = "torchrec"
@@ -31,6 +34,24 @@ def local_path(path: str | os.PathLike[str], *, path_manager_key: str = PATH_MAN
     """Where the file lies on this machine, fetched there first if iopath has to."""
     manager = _path_manager(path_manager_key)
     return os.fspath(path) if manager is None else str(manager.get_local_path(os.fspath(path)))
+
+
+def load_array(
+    path: str | os.PathLike[str], *, path_manager_key: str = PATH_MANAGER_KEY, mmap_mode: Literal["r"] | None = None
+) -> npt.NDArray[np.generic]:
+    """The array in a .npy file, in memory or mapped. ValueError, with its path, where it is none or not whole."""
+    place = local_path(path, path_manager_key=path_manager_key)
+    try:
+        array = np.load(place, mmap_mode=mmap_mode, allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:
+        # of damaged headers Python's own parser complains. numpy goes on to say how to load without a check
+        text = str(error).split(". ")[0]
+        raise ValueError(f"{os.fspath(path)}: no .npy file, or not a whole one: {text}") from error
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{os.fspath(path)}: no .npy file but an archive of several")
+    return array
 
 
 def _path_manager(key: str) -> Any:

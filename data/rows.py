@@ -24,6 +24,8 @@ from shardwise.untrusted import require_regular
 # of a text at a time: what a core has near it, and enough for calls of numpy to be long ones
 _BLOCK = 1 << 18
 _LINE_END = re.compile(rb"\r\n|\r|\n")
+# of what stands in a file, in a message
+_SHOWN = 400
 _DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
 
 BadRowPolicy: TypeAlias = Literal["raise", "skip"]
@@ -33,7 +35,7 @@ class BadRow(Exception):
     """A row that cannot be used: `reason` is what it is counted under, `detail` says what stands there."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
+        super().__init__(shortened(detail))
         self.reason = reason
 
 
@@ -50,6 +52,11 @@ class BadRows:
         if self.policy == "raise":
             raise ValueError(f'{path}:{line}: {bad}; pass on_bad_row="skip" to leave bad rows out') from bad
         self.skipped[bad.reason] += 1
+
+
+def shortened(text: str) -> str:
+    """Text for a message: a field may be as long as its file."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ... ({len(text):,} characters)"
 
 
 def read_lines(path: Path) -> Iterator[str]:
@@ -120,7 +127,8 @@ def read_table(path: Path, columns: Sequence[str], bad_rows: BadRows) -> Iterato
         raise ValueError(f"{path}:1: the header is {bad}") from bad
     missing = [name for name in columns if name not in header]
     if missing:
-        raise ValueError(f"{path}:1: no column {', '.join(map(repr, missing))} in the header {', '.join(header)}")
+        columns_there = shortened(", ".join(header))
+        raise ValueError(f"{path}:1: no column {', '.join(map(repr, missing))} in the header {columns_there}")
     places = [header.index(name) for name in columns]
     for number, line in enumerate(lines, start=2):
         try:

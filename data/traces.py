@@ -393,7 +393,9 @@ class _ParquetTarget:
         numbers = [(name, arrow.int64()) for name in ("batch", "table", "samples", "ids")]
         lists = [("deltas", arrow.list_(arrow.uint16())), ("escapes", arrow.list_(escapes))]
         self._schema = arrow.schema([*numbers, *lists], {"header": json.dumps(header)})
-        self._writer = parquet.ParquetWriter(path, self._schema, compression="zstd", use_dictionary=False)
+        self._writer = parquet.ParquetWriter(
+            path, self._schema, compression="zstd", use_dictionary=False, write_page_checksum=True
+        )
 
     def write(self, chunk: _Chunk) -> None:
         batches, tables = len(chunk.samples), len(chunk.pieces)
@@ -442,7 +444,7 @@ class _ParquetSource:
     def chunks(self, tables: Sequence[TracedTable]) -> Iterator[_Chunk]:
         _, parquet = _pyarrow()
         width = len(tables)
-        with parquet.ParquetFile(self._path) as file:
+        with parquet.ParquetFile(self._path, page_checksum_verification=True) as file:
             for number in range(file.num_row_groups):
                 if file.metadata.row_group(number).total_byte_size > 4 * _MOST_BYTES:
                     raise ValueError(f"row group {number} is too large to read")

@@ -64,6 +64,11 @@ def loops(name: str, room: str = "cpu") -> Any:
         return None
 
 
+def compiled_by_types(function: Any) -> Any:
+    """The decorator of that name of cpu/njit.py, for files of loops outside this folder; only where `compiles()`."""
+    return importlib.import_module(".cpu.njit", __package__).compiled_by_types(function)
+
+
 def line(error: Exception) -> str:
     """An error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]

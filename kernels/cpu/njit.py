@@ -2,12 +2,14 @@
 
 A tensor as an address (`data_ptr()`) costs a call a twentieth of what it costs as an array. Compiled code is kept on
 disk, where that can be written, and loads by itself: a process that compiles nothing does not load numba's compiler.
+What cannot be loaded or kept costs time alone: the loop is compiled, or compiled anew by the next process.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -27,6 +29,7 @@ from ..features import (
     MEAN,
     ROWS,
 )
+from ..numba_loops import line
 from .vectors import FORM
 
 # numba keeps compiled code by the name of its function and sees changes of that function's file only: whoever changes
@@ -61,11 +64,23 @@ class _LoopCache(FunctionCache):  # type: ignore[misc]
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         # numba would load here all that it can compile, scipy among it, in 0.4 s; a compilation does so by itself
         rtsys.initialize(target_context)
-        with self._guard_against_spurious_io_errors():
-            result = self._load_overload(sig, target_context)
+        result = None
+        try:
+            with self._guard_against_spurious_io_errors():
+                result = self._load_overload(sig, target_context)
+        except Exception:
+            # damaged, another user's, or no folder any more. Saving reads the index too, so that begins anew
+            with suppress(Exception):
+                self.flush()
         if result is None:
             say_that_loops_compile(self.cache_path)
         return result
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:
+            _say_that_loops_are_not_kept(self.cache_path, line(error))
 
 
 @cache
@@ -74,6 +89,14 @@ def say_that_loops_compile(place: str) -> None:
     logging.getLogger("shardwise").warning(
         "shardwise: compiling its loops for this CPU, seconds each, once: kept in %s (SHARDWISE_NUMBA=0 runs on torch)",
         place,
+    )
+
+
+@cache
+def _say_that_loops_are_not_kept(place: str, error: str) -> None:
+    """Log, once a process, folder and error, that other processes have to compile the loops again."""
+    logging.getLogger("shardwise").warning(
+        "shardwise: compiled loops could not be kept in %s (export NUMBA_CACHE_DIR=<a folder>): %s", place, error
     )
 
 

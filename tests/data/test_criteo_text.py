@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import re
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -304,3 +306,45 @@ def test_a_file_of_cr_alone_is_cut_into_blocks_too(tmp_path: Path) -> None:
     path.write_bytes(lines_of(5000).replace(b"\n", b"\r"))
     assert max(map(len, rows.read_blocks(path))) < rows._BLOCK + 1000
     assert sum(batch.batch_size for batch in Criteo(path).train(100)) == 4500
+
+
+def test_lines_are_parsed_one_by_one_where_the_loop_does_not_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The import alone was guarded: what numba raised while it compiled came out of the first batch."""
+    if not numba_loops.compiles():
+        pytest.skip("no numba")
+    path = tmp_path / "a.tsv"
+    path.write_bytes(lines_of(40))
+    right = [bits(batch) for batch in Criteo(path).train(6)]
+
+    def broken(*arrays: Any) -> int:
+        raise TypeError("no such\ninstruction")
+
+    monkeypatch.setattr("shardwise.data.criteo_loops.parse_rows", broken)
+    criteo_text._loops.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="numba does not work here, .*: TypeError: no such instruction$") as warned:
+            assert [bits(batch) for batch in Criteo(path).train(6)] == right
+        assert len(warned) == 1
+    finally:
+        criteo_text._loops.cache_clear()
+
+
+def test_the_loop_compiles_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba refuses to compile what it was told to keep and cannot: rows were parsed at a twentieth of the rate, though
+    other loops are compiled in memory then."""
+    if not numba_loops.compiles():
+        pytest.skip("no numba")
+    caching = importlib.import_module("numba.core.caching")
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    monkeypatch.delitem(sys.modules, "shardwise.data.criteo_loops", raising=False)
+    monkeypatch.delattr("shardwise.data.criteo_loops", raising=False)
+    path = tmp_path / "a.tsv"
+    path.write_bytes(lines_of(40))
+    criteo_text._loops.cache_clear()
+    try:
+        with patch.object(criteo_text.Lines, "line", side_effect=AssertionError("parsed by itself")):
+            assert sum(batch.batch_size for batch in Criteo(path).train(6)) == 36
+    finally:
+        criteo_text._loops.cache_clear()

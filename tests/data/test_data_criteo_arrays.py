@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,39 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ndim != 2"):
         np.save(short, np.zeros(3))
         BinaryCriteoUtils.load_npy_range(short, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "No data left in file"),
+        (b"no array" * 9, "This file contains pickled .object. data"),
+        (b"PK\x03\x04" + bytes(40), "File is not a zip file"),
+        (np.lib.format.MAGIC_PREFIX + b"\x01\x00\x06\x00{'a':\n", ".*"),
+        (None, "Failed to read all data for array|mmap length is greater than file size"),
+    ],
+    ids=["empty", "text", "zip", "header", "cut"],
+)
+@pytest.mark.parametrize("mmap_mode", [False, True])
+def test_an_array_that_cannot_be_read_is_named(
+    content: bytes | None, why: str, mmap_mode: bool, tmp_path: Path
+) -> None:
+    """Of 72 files of numpy's the bad one was not named, and numpy's advice was to load it without a check."""
+    dense, sparse, labels = files(tmp_path, [4, 5])
+    path = Path(sparse[1])
+    path.write_bytes(path.read_bytes()[:-1] if content is None else content)
+    message = rf"^{re.escape(sparse[1])}: no .npy file, or not a whole one: ({why})$"
+    with pytest.raises(ValueError, match=message):
+        InMemoryBinaryCriteoIterDataPipe("train", dense, sparse, labels, 2, 0, 1, mmap_mode=mmap_mode)
+    np.savez(path.with_suffix(".npz"), ids=np.zeros((5, 26)))
+    path.with_suffix(".npz").replace(path)
+    with pytest.raises(ValueError, match=rf"^{re.escape(sparse[1])}: no .npy file but an archive of several$"):
+        BinaryCriteoUtils.get_shape_from_npy(sparse[1])
+
+
+def test_ids_of_another_number_of_columns_are_refused_by_file(tmp_path: Path) -> None:
+    """The first batch said what its lengths sum to, and not of which file."""
+    dense, sparse, labels = files(tmp_path, [4, 5])
+    np.save(sparse[1], np.zeros((5, 25), np.int64))
+    with pytest.raises(ValueError, match=rf"^{re.escape(sparse[1])}: need 26 columns, the array has shape \(5, 25\)$"):
+        InMemoryBinaryCriteoIterDataPipe("train", dense, sparse, labels, 2, 0, 1)

@@ -116,6 +116,10 @@ def test_ids_above_2_to_the_24_stay_exact_when_rows_are_mixed(tmp_path: Path) ->
     assert mixed.dtype == np.int32 and (mixed == 2**24 + 1).all()
     full = np.load(tmp_path / "mixed" / "full.npy")
     assert full.dtype == np.float64 and (full[:, 13:39] == 2**24 + 1).all()
+    # a category may have a minus: this one wrapped around in 32 bits
+    np.save(tmp_path / "day_0_sparse.npy", ids - 2**40)
+    BinaryCriteoUtils.shuffle(day, day, out, {0: 2}, days=2)
+    assert (np.load(tmp_path / "mixed" / "day_0_sparse.npy") == 2**24 + 1 - 2**40).all()
 
 
 def test_what_cannot_be_prepared_is_refused_by_its_place(tmp_path: Path) -> None:
@@ -142,6 +146,40 @@ def test_what_cannot_be_prepared_is_refused_by_its_place(tmp_path: Path) -> None
         BinaryCriteoUtils.sparse_to_contiguous([outputs[0]], str(tmp_path))
     with pytest.raises(ValueError, match="different names, got dense, dense"):
         BinaryCriteoUtils.sparse_to_contiguous([outputs[0], outputs[0]], str(tmp_path))
+
+
+LINE = "\t".join(["1", *["5"] * 13, *["a"] * 26]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        # the first raised csv.Error, the others OverflowError
+        (LINE + "1\t" + "7" * 200_000 + "\n", "day_0:2: field larger than field limit"),
+        (LINE + LINE[:-2] + "8000000000000000\n", "day_0:2: a category needs more than 64 bits: 8000000000000000"),
+        (LINE + LINE[:-2] + "f" * 5000 + "\n", r"day_0:2: a category needs more than 64 bits: f+ \.\.\. \(5,0"),
+        # rows were counted, not lines
+        (LINE[:-2] + '"a\n"\n' + LINE + "bad\n", "day_0:4: 1 columns with the label"),
+        (LINE[:-2] + '"a\n"\n' + LINE[:-2] + '"a\n' + LINE * 9, "day_0:3: invalid literal"),
+        (LINE * 2 + LINE[:-2] + "\xff\n", "day_0: not UTF-8, in line [123] or after it: 'utf-8' codec"),
+    ],
+    ids=["long field", "64 bits", "long category", "quoted line end", "open quote", "not UTF-8"],
+)
+def test_every_line_that_cannot_be_read_is_a_value_error_with_its_place(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "day_0").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        BinaryCriteoUtils.tsv_to_npys(tmp_path / "day_0", *[tmp_path / f"{kind}.npy" for kind in KINDS])
+
+
+def test_integers_further_apart_than_32_bits_have_their_logarithms(tmp_path: Path) -> None:
+    """The difference to the least wrapped around in 32 bits: its logarithm was NaN, with a warning of numpy's."""
+    integers = [-(2**31 - 1), 2**31 - 1, *[-1] * 11]
+    (tmp_path / "day_0").write_text("\t".join(["1", *map(str, integers), *["a"] * 26]) + "\n")
+    outputs = [tmp_path / f"{kind}.npy" for kind in KINDS]
+    BinaryCriteoUtils.tsv_to_npys(tmp_path / "day_0", *outputs)
+    np.testing.assert_allclose(np.load(outputs[0])[0, :3], np.log([2.0, 2.0**32, 2.0**31]), rtol=1e-6)
 
 
 def test_the_three_scripts_lead_from_text_to_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -362,6 +362,19 @@ def test_a_bad_row_names_its_file_and_line_or_is_counted(
     assert reader.skipped == {reason: 1}
 
 
+def test_a_message_holds_the_start_of_a_long_field(tmp_path: Path) -> None:
+    """A field may be as long as its file is, and messages were longer still."""
+    path = write(tmp_path / "a.tsv", [row(cats={3: "f" * 300_000})])
+    with pytest.raises(ValueError, match=r"a\.tsv:1: column 18 must be up to 8 hex digits") as raised:
+        read(Criteo(path), "train", 1)
+    assert str(raised.value).endswith('(300,053 characters); pass on_bad_row="skip" to leave bad rows out')
+    header = "id,title,genres" + ",x" * 100_000 + "\n"
+    for ratings, movies in ((RATINGS, header), (RATINGS + f"7,10,{'4' * 100_000}x,1\n", MOVIES)):
+        with pytest.raises(ValueError, match=r"\(\d{3},\d{3} characters\)") as raised:
+            MovieLens(folder(tmp_path, ratings, movies))
+        assert len(str(raised.value)) < 800 + len(str(tmp_path))
+
+
 def test_ranks_agree_on_the_number_of_batches_when_rows_are_skipped(tmp_path: Path) -> None:
     lines = numbered(8)
     lines[0] = lines[1] = "bad"
@@ -388,6 +401,7 @@ def test_files_are_streamed(tmp_path: Path) -> None:
         (lambda path: Criteo(path), "no .tsv or .txt file there"),
         (lambda path: Criteo(path / "a.tsv", rows={"cat_0": 1}), "missing or unknown: cat_1, cat_10"),
         (lambda path: Criteo(path / "a.tsv", rows=0), "rows of 'cat_0' must be positive, got 0"),
+        (lambda path: Criteo(path / "a.tsv", rows=cast(Any, math.nan)), "rows of 'cat_0' must be positive, got nan"),
         (
             lambda path: Criteo(path / "a.tsv", rows=cast(Any, 0.5)),
             "rows of 'cat_0' must be an integer of 64 bits, got 0.5",

@@ -89,8 +89,9 @@ def test_nothing_is_left_where_writing_fails(path: Path) -> None:
 
 
 def test_bytes_that_are_cut_off_or_changed_are_refused(path: Path) -> None:
+    """Parquet has no checksums unless asked for: of files with a changed bit one in six was read as other rows."""
     write(path, batches(10))
-    whole = path.read_bytes()
+    whole, right = path.read_bytes(), repr([*Trace(path)])
     random.seed(1)
     for _ in range(60):
         cut = bytearray(whole[: random.randrange(len(whole))] if random.random() < 0.3 else whole)
@@ -100,7 +101,7 @@ def test_bytes_that_are_cut_off_or_changed_are_refused(path: Path) -> None:
         path.write_bytes(cut)
         # a changed bit may lie where nothing is; what is read is then whole
         try:
-            assert len([*Trace(path)]) == 10
+            assert repr([*Trace(path)]) == right
         except ValueError as error:
             assert str(path) in str(error)  # noqa: PT017
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkout import ROOT
 
 pytest.importorskip("numba")
+from shardwise.kernels.cpu.njit import say_that_loops_compile  # noqa: E402
 
 # numba's compiler: arrays, and what its registries import
 COMPILER = ("numba.np.arrayobj", "numba.np.linalg", "numba.typed.dictobject", "scipy.linalg")
@@ -36,6 +40,13 @@ def halves(x, y):
 def fill(address):
     numbers = i8(address, 2)
     numbers[0], numbers[1] = 3, 4
+"""
+HALVES = """
+from shardwise.kernels.cpu.njit import compiled_by_types
+
+@compiled_by_types
+def halves(x):
+    return x / 2
 """
 USE = """
 import ctypes, sys, torch
@@ -91,6 +102,46 @@ def test_compiling_is_said_in_one_line_and_loading_is_not(tmp_path: Path) -> Non
     compiler, stderr = run(USE, [ROOT, tmp_path], NUMBA_CACHE_DIR=str(place))
     assert "compiling" not in stderr
     assert not compiler
+
+
+@pytest.mark.parametrize("damage", ["index cut", "code cut", "folder gone", "file in place of the folder"])
+def test_what_cannot_be_loaded_or_kept_costs_a_compilation_alone(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file cut short, or a folder that was replaced since it was found: the first call raised EOFError,
+    NotADirectoryError and the like out of numba, in that process and in all later ones."""
+    numba = importlib.import_module("numba")
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"halves_{damage.replace(' ', '_')}"
+    (tmp_path / f"{name}.py").write_text(HALVES)
+
+    def fresh() -> Any:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return importlib.import_module(name).halves
+
+    say_that_loops_compile.cache_clear()
+    assert fresh()(3) == 1.5
+    assert "compiling" in caplog.text
+    loaded = fresh()
+    [folder] = (tmp_path / "cache").iterdir()
+    if damage == "folder gone":
+        shutil.rmtree(folder)
+    elif damage.startswith("file"):
+        shutil.rmtree(folder)
+        folder.write_bytes(b"")
+    else:
+        [file] = folder.glob("*.nbi" if damage.startswith("index") else "*.nbc")
+        file.write_bytes(file.read_bytes()[:20])
+    caplog.clear()
+    assert loaded(3) == 1.5 and not loaded.stats.cache_hits
+    if damage.startswith("file"):
+        assert "compiled loops could not be kept" in caplog.text
+    else:
+        # the next process loads what this one kept
+        again = fresh()
+        assert again(3) == 1.5 and again.stats.cache_hits
+        assert "could not" not in caplog.text
 
 
 def test_the_first_step_of_a_process_does_not_load_numbas_compiler() -> None:
