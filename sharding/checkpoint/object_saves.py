@@ -291,6 +291,13 @@ class ObjectAttempt(Attempt):
                 self._keys.delete_key(f"{rank}.{what}")
 
     def _commit(self, manifest: Manifest) -> None:
+        self._require_whole(manifest)
+        create_alone(self.target / NAME, to_bytes(manifest))
+        # stopped between the two, it was taken for dead, and its files were removed: no later lock now, none was then
+        self._require_whole(manifest)
+
+    def _require_whole(self, manifest: Manifest) -> None:
+        """Raise unless this save has the folder, and all its files are there."""
         assert self._lease is not None
         sizes = listing(self.folder)
         self._lease.require_held(sizes)
@@ -299,7 +306,6 @@ class ObjectAttempt(Attempt):
             if there != facts.bytes:
                 have = "is gone" if there is None else f"has {there} bytes"
                 raise StoreError(f"{self.target / facts.name} {have}, {facts.bytes} bytes were written")
-        create_alone(self.target / NAME, to_bytes(manifest))
 
     def _beat(self) -> None:
         """Count, and renew the lock; a failure here shows when the save commits."""

@@ -308,6 +308,22 @@ def test_a_save_that_was_taken_for_dead_commits_nothing(monkeypatch: pytest.Monk
     assert checkpoint.steps(RUN) == [good]
 
 
+def test_a_save_that_is_stopped_before_its_manifest_and_taken_for_dead_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one had removed its files; it said that all was well, and removed the good ones of before."""
+    good, create = checkpoint.save(RUN, trained(), step=1).path, object_saves.create_alone
+
+    def stopped(file: Any, data: bytes) -> None:
+        if file.name == "manifest.json":
+            lock()
+            object_saves.clear_unfinished(Url(RUN), storage.listing(Url(RUN)))
+        create(file, data)
+
+    monkeypatch.setattr(object_saves, "create_alone", stopped)
+    with pytest.raises(storage.StoreError, match="another save took this one for dead"):
+        checkpoint.save(RUN, trained(), step=2, keep_last=1)
+    assert checkpoint.steps(RUN) == [good] and {name.split("/")[0] for name in objects(RUN)} == {good.name}
+
+
 def test_a_save_that_looked_long_ago_takes_no_lock_below_a_living_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where two saves came and went in between, its number was free again: it removed a third one's files."""
     folder = Url(RUN)
