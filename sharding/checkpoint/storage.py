@@ -28,9 +28,9 @@ import safetensors
 from shardwise._version import how_to_install
 from shardwise.untrusted import open_regular, read_regular, require_regular
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::[A-Za-z0-9+.\-]+)*://")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+._\-]*(::[A-Za-z0-9+._\-]+)*://")
 # what pathlib makes of s3://bucket
-_SCHEME_IN_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:")
+_SCHEME_IN_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+._\-]+:")
 # fsspec would write under the final name, without fsync, rename and lock
 _LOCAL_SCHEMES = ("file://", "local://")
 # how the name of a checkpoint begins that is being removed
@@ -418,7 +418,8 @@ def file_system(url: Url) -> tuple[Any, str]:
 
     Raises:
         ImportError: the library for it is not installed.
-        ValueError: no library is known for the scheme.
+        ValueError: no library is known for the scheme, or it lacks a setting.
+        StoreError: it cannot be reached.
     """
     fs = url.opened.get(os.getpid())
     try:
@@ -436,6 +437,12 @@ def file_system(url: Url) -> tuple[Any, str]:
         raise ImportError(f"{url}: {error}: {way}") from error
     except ValueError as error:
         raise ValueError(f"{url}: {error}") from error
+    except OSError as error:
+        raise StoreError(f"{url}: cannot reach it: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise ValueError(
+            f"{url}: {type(error).__name__}: {error}: what a store has to be told stands in fsspec's configuration"
+        ) from error
     return fs, path.rstrip("/")
 
 
@@ -523,6 +530,7 @@ def cat(file: Url, begin: int, end: int) -> bytes:
 
 def _is_empty_object(fs: Any, path: str) -> bool:
     with suppress(Exception):
+        fs.invalidate_cache()
         return bool(fs.info(path)["size"] == 0)
     return False
 

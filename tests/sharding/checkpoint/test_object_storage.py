@@ -418,6 +418,10 @@ def checkpoint_source(path: Any) -> Any:
     "url, kind, match",
     [
         ("strange://bucket/x", ValueError, "strange://bucket/x: Protocol not known"),
+        ("my_own://bucket/x", ValueError, "my_own://bucket/x: Protocol not known"),
+        ("reference://x", ValueError, "reference://x: TypeError: .*stands in fsspec's configuration"),
+        # nobody listens on the port of discarded messages
+        ("ftp://127.0.0.1:9/x", storage.StoreError, "ftp://127.0.0.1:9/x: cannot reach it: ConnectionRefusedError"),
         ("simplecache::memory://x", ValueError, "is a chain of URLs"),
         ("ftp://me:word@host/x", ValueError, "'host/x' has a password"),
         (Path("s3://bucket/x"), ValueError, "was a URL before it was a Path"),
