@@ -220,8 +220,11 @@ class Attempt:
             time.sleep(self._poll_seconds)
         messages = [json.loads(self._said(rank, "json")) for rank in range(self.world_size)]
         self._commit(compose(messages))
-        keep(self.folder, self.target, keep_last)
-        self._say("done", b"")
+        try:
+            keep(self.folder, self.target, keep_last)
+        finally:
+            # what is committed stays, whatever comes of the old ones
+            self._say("done", b"")
 
     def leave(self) -> None:
         """Let everything go; rank 0 removes what lies beside a checkpoint that is done, or half of one that failed."""
@@ -301,10 +304,10 @@ class Attempt:
 
 
 def next_name(present: Sequence[str], step: int, *, beyond: int = 0) -> str:
-    """The name of a step that is saved, perhaps once more: beside the old one, until that goes."""
+    """The name of a step that is saved, perhaps once more: beside the old one until it goes, numbered from `beyond`."""
     named = (STEP.fullmatch(name) for name in present)
     again = [int(match[2] or 0) for match in named if match is not None and int(match[1]) == step]
-    number = 1 + max(again, default=-1) + beyond
+    number = max(1 + max(again, default=-1), beyond)
     return f"step-{step:012d}" + (f".{number}" if number else "")
 
 
@@ -313,6 +316,20 @@ def keep(folder: Place, saved: Place, keep_last: int | None) -> None:
 
     What cannot be removed stays, with a warning: the new one is there.
     """
+    try:
+        gone = _unwanted(folder, saved, keep_last)
+    except OSError as error:
+        warnings.warn(f"older checkpoints stay, nothing says which there are: {error}", stacklevel=2)
+        return
+    for path in gone:
+        try:
+            storage_of(path).remove(path, NAME)
+        except OSError as error:
+            warnings.warn(f"{path} is no longer wanted and cannot be removed: {error}", stacklevel=2)
+
+
+def _unwanted(folder: Place, saved: Place, keep_last: int | None) -> list[Place]:
+    """What `keep` removes."""
     present = [path for path in steps(folder) if path != saved]
     gone = [path for path in present if step_of(path) == step_of(saved)]
     if keep_last is not None:
@@ -320,11 +337,7 @@ def keep(folder: Place, saved: Place, keep_last: int | None) -> None:
         kept = [path for path in reversed(others) if is_complete(path)][: keep_last - 1]
         oldest = min([step_of(path) for path in kept], default=step_of(saved))
         gone += [p for p in others if p not in kept and (step_of(p) < oldest or is_complete(p))]
-    for path in gone:
-        try:
-            storage_of(path).remove(path, NAME)
-        except OSError as error:
-            warnings.warn(f"{path} is no longer wanted and cannot be removed: {error}", stacklevel=2)
+    return gone
 
 
 def remove(path: str | os.PathLike[str]) -> None:

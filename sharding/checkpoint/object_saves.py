@@ -55,7 +55,8 @@ class Lease:
     """The right to save into a folder of a store, while it is renewed.
 
     Attributes:
-        overtaken: whether it was taken from a holder who seemed dead, and may not know.
+        beyond: the number of the last lock here that was taken from a holder who seemed dead, and may not know; 0 if
+            none ever was. Steps get a name that no save before it writes to.
 
     Raises:
         BlockingIOError: somebody else has it, and is alive.
@@ -68,9 +69,10 @@ class Lease:
             "holder": f"process {os.getpid()} on {socket.gethostname()}", "machine": _machine(), "pid": os.getpid(),
             "token": self._token,
         }  # fmt: skip
-        last = max(_locks(listing(folder)), default=0)
-        self.overtaken = last > 0 and self._wait_for_death(last)
+        last, self.beyond = max(_locks(listing(folder)), default=0), 0
         self.number = last + 1
+        if last > 0 and self._wait_for_death(last):
+            self.beyond = self.number
         try:
             create_alone(self._file(self.number), self._content())
         except FileExistsError:
@@ -86,9 +88,17 @@ class Lease:
         """Let others save; one that cannot be released is dead once this process is, or no longer writes into it."""
         _held.discard(self._token)
         try:
-            overwrite(self._file(self.number), json.dumps({"released": True}).encode())
+            overwrite(self._file(self.number), json.dumps({"released": True, "beyond": self.beyond}).encode())
         except OSError as error:
             warnings.warn(f"the next save waits for a lock that could not be released: {error}", stacklevel=2)
+
+    def require_shown(self, sizes: dict[str, int]) -> None:
+        """Raise where a listing of the folder has not this lock: what else is there it may not have either."""
+        if _name(self.number) not in sizes:
+            raise StoreError(
+                f"{self._file(self.number)} was written and is not in the list of the folder: lists of this store lag"
+                " behind, or it was removed by hand; nothing is written"
+            )
 
     def require_held(self, sizes: dict[str, int]) -> None:
         """Raise where a listing of the folder has a later lock."""
@@ -119,6 +129,9 @@ class Lease:
                 return True
             time.sleep(_LOOK_SECONDS)
             seen = self._read(number)
+        beyond = seen.get("beyond")
+        if type(beyond) is int and 0 < beyond <= number:
+            self.beyond = beyond
         return False
 
     def _refusal(self, holder: dict[str, Any]) -> BlockingIOError:
@@ -138,7 +151,7 @@ class Lease:
         return content if isinstance(content, dict) else {"holder": "another process"}
 
     def _content(self) -> bytes:
-        return json.dumps({**self._holder, "count": self._count}).encode()
+        return json.dumps({**self._holder, "count": self._count, "beyond": self.beyond}).encode()
 
     def _file(self, number: int) -> Url:
         return self._folder / _name(number)
@@ -213,11 +226,11 @@ class ObjectAttempt(Attempt):
             sizes = listing(folder)
             # two saves may have come and gone, lock and all, since this one looked for the highest number
             lease.require_held(sizes)
+            lease.require_shown(sizes)
             lease.clear(sizes)
             clear_unfinished(folder, sizes)
-            # who was taken for dead may still write into the folder of its step
-            beyond = lease.number if lease.overtaken else 0
-            name = next_name([name.split("/")[0] for name in sizes], step, beyond=beyond)
+            # who was taken for dead may still write into the folder of its step, and remove it
+            name = next_name([name.split("/")[0] for name in sizes], step, beyond=lease.beyond)
             attempt = cls(folder, secrets.token_hex(8), name, rank=0, world_size=world_size, group=group)
         except BaseException:
             lease.release()
@@ -278,6 +291,13 @@ class ObjectAttempt(Attempt):
                 self._keys.delete_key(f"{rank}.{what}")
 
     def _commit(self, manifest: Manifest) -> None:
+        self._require_whole(manifest)
+        create_alone(self.target / NAME, to_bytes(manifest))
+        # stopped between the two, it was taken for dead, and its files were removed: no later lock now, none was then
+        self._require_whole(manifest)
+
+    def _require_whole(self, manifest: Manifest) -> None:
+        """Raise unless this save has the folder, and all its files are there."""
         assert self._lease is not None
         sizes = listing(self.folder)
         self._lease.require_held(sizes)
@@ -286,7 +306,6 @@ class ObjectAttempt(Attempt):
             if there != facts.bytes:
                 have = "is gone" if there is None else f"has {there} bytes"
                 raise StoreError(f"{self.target / facts.name} {have}, {facts.bytes} bytes were written")
-        create_alone(self.target / NAME, to_bytes(manifest))
 
     def _beat(self) -> None:
         """Count, and renew the lock; a failure here shows when the save commits."""

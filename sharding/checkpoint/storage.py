@@ -1,7 +1,8 @@
 """Where checkpoints lie: folders of this machine's file systems, and stores that a URL names, as one interface.
 
 A place is a `Path` or a `Url`. `storage_of` has what either can do; nothing else asks which of the two a place is, but
-for how a save comes to be there all at once (`folder.py`, `object_saves.py`). Paths never go through fsspec.
+for how a save comes to be there all at once (`folder.py`, `object_saves.py`). Paths never go through fsspec, and
+file:// is a path.
 
 A store keeps objects, each of which is there whole or not at all; it renames nothing, and folders are but beginnings
 of names. A checkpoint is there once its manifest is, which is written last and removed first. No failing network looks
@@ -18,6 +19,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from glob import has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -26,9 +28,11 @@ import safetensors
 from shardwise._version import how_to_install
 from shardwise.untrusted import open_regular, read_regular, require_regular
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::[A-Za-z0-9+.\-]+)*://")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+._\-]*(::[A-Za-z0-9+._\-]+)*://")
 # what pathlib makes of s3://bucket
-_SCHEME_IN_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:")
+_SCHEME_IN_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+._\-]+:")
+# fsspec would write under the final name, without fsync, rename and lock
+_LOCAL_SCHEMES = ("file://", "local://")
 # how the name of a checkpoint begins that is being removed
 REMOVING = ".removing-"
 # what is sent at once, at least, and what is read of a file whose header is wanted
@@ -74,26 +78,40 @@ Place = Path | Url
 
 
 def locate(place: str | os.PathLike[str]) -> Path | Any:
-    """A path as a Path, and a text with a scheme as a `Url`, which has `name`, `parent` and `/` too.
+    """A path or file:///path as a Path, a text with another scheme as a `Url`, which has `name`, `parent` and `/` too.
 
     Raises:
-        ValueError: it is a URL that cannot be used: a chain of several, one with a password, or one that pathlib has
-            taken a slash out of.
+        ValueError: it is a URL that cannot be used: a chain of several, one with a password, with white space around
+            it, with "//" or ".." in it, or one that has lost a slash.
     """
     if isinstance(place, Url):
         return place
     text = os.fspath(place)
-    scheme = _SCHEME.match(text)
+    scheme = _SCHEME.match(text.lstrip())
     if scheme is None:
         first = Path(text).parts[:1]
-        if first and _SCHEME_IN_PATH.fullmatch(first[0]) and isinstance(place, Path) and not os.path.lexists(first[0]):
-            raise ValueError(f"{text!r} was a URL before it was a Path, which has one slash less: give it as a str")
+        if first and _SCHEME_IN_PATH.fullmatch(first[0].strip()) and not os.path.lexists(first[0]):
+            raise ValueError(
+                f"{text!r} was a URL before it was a Path, or lacks a slash: give it as a str, s3://bucket say;"
+                f" a local folder of the name {first[0]!r} has to be there before"
+            )
         return Path(text)
-    rest = text[scheme.end() :].rstrip("/")
+    if text != text.strip():
+        raise ValueError(f"{text!r} is a URL with white space around it, where a store would have another place")
+    after = text[scheme.end() :]
+    rest = after.rstrip("/")
     if "::" in scheme[0] or "::" in rest:
         raise ValueError(f"{text!r} is a chain of URLs: checkpoints need the store itself, without a cache before it")
     if "@" in rest.split("/")[0] and ":" in rest.split("@")[0]:
         raise ValueError(f"the URL of {rest.rpartition('@')[2]!r} has a password, which messages would show")
+    if scheme[0].lower() in _LOCAL_SCHEMES:
+        if not after.startswith("/"):
+            raise ValueError(f"{text!r} has no path from the root on: file:///folder has three slashes")
+        return Path(after)
+    if strange := {"", ".", ".."} & set(rest.strip("/").split("/")[1:]):
+        raise ValueError(
+            f"{text!r} has the part {min(strange)!r}, which a store takes for a name: leave it out, as paths do"
+        )
     return Url(scheme[0].lower() + (rest or "/"))
 
 
@@ -281,7 +299,7 @@ class ObjectFiles:
         """As `Files`."""
         data = cat(self._path / name, begin, end)
         if len(data) != end - begin:
-            raise EOFError(f"{self._path / name} has {len(data)} bytes from byte {begin} on, not {end - begin}")
+            raise StoreError(f"{self._path / name}: {len(data)} bytes came from byte {begin} on, not {end - begin}")
         return data
 
 
@@ -344,16 +362,40 @@ class ObjectStorage:
     @contextmanager
     def replace(self, file: Url, size: int) -> Iterator[Any]:
         """As `Storage`."""
-        with self.create(file, size) as opened:
-            yield opened
+        fs, path = file_system(file)
+        if _is_flat(fs):
+            with self.create(file, size) as opened:
+                yield opened
+            return
+        # what has folders mostly opens a file under its name, empty
+        part = file.parent / f".{file.name}.{secrets.token_hex(4)}"
+        _, part_path = file_system(part)
+        try:
+            with self.create(part, size) as opened:
+                yield opened
+            with _named(file, "replace"):
+                # fsspec's own mv copies, and takes names for patterns
+                (fs.mv if _renames(fs) else fs.cp_file)(part_path, path)
+        finally:
+            with suppress(Exception):
+                fs.rm_file(part_path)
 
     def remove(self, path: Url, manifest: str) -> None:
-        """As `Storage`."""
+        """As `Storage`; FileNotFoundError if nothing is there."""
         fs, below = file_system(path)
-        with _named(path, "remove"), suppress(FileNotFoundError):
-            fs.rm_file(f"{below}/{manifest}")
-        with _named(path, "remove"), suppress(FileNotFoundError):
-            fs.rm(below, recursive=True)
+        fs.invalidate_cache()
+        first = f"{below}/{manifest}"
+        with _named(path, "remove"):
+            names = [entry["name"] for entry in _entries(fs, below, True)]
+            if not names and _is_flat(fs):
+                raise FileNotFoundError("the store has nothing there")
+            with suppress(FileNotFoundError):
+                fs.rm_file(first)
+            with suppress(FileNotFoundError):
+                if _is_flat(fs) or has_magic(below):
+                    _remove_all(fs, [name for name in names if name.lstrip("/") != first.lstrip("/")])
+                else:
+                    fs.rm(below, recursive=True)
         with _named(path, "list"):
             fs.invalidate_cache()
 
@@ -376,7 +418,8 @@ def file_system(url: Url) -> tuple[Any, str]:
 
     Raises:
         ImportError: the library for it is not installed.
-        ValueError: no library is known for the scheme.
+        ValueError: no library is known for the scheme, or it lacks a setting.
+        StoreError: it cannot be reached.
     """
     fs = url.opened.get(os.getpid())
     try:
@@ -394,6 +437,12 @@ def file_system(url: Url) -> tuple[Any, str]:
         raise ImportError(f"{url}: {error}: {way}") from error
     except ValueError as error:
         raise ValueError(f"{url}: {error}") from error
+    except OSError as error:
+        raise StoreError(f"{url}: cannot reach it: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise ValueError(
+            f"{url}: {type(error).__name__}: {error}: what a store has to be told stands in fsspec's configuration"
+        ) from error
     return fs, path.rstrip("/")
 
 
@@ -428,6 +477,13 @@ def _is_flat(fs: Any) -> bool:
     return isinstance(fs, AsyncFileSystem) and type(fs)._find is not AsyncFileSystem._find
 
 
+def _renames(fs: Any) -> bool:
+    """Whether it has a way of its own to move a file."""
+    from fsspec import AbstractFileSystem
+
+    return type(fs).mv is not AbstractFileSystem.mv
+
+
 def _entries(fs: Any, root: str, below: bool) -> list[dict[str, Any]]:
     if _is_flat(fs) and below:
         return [entry for entry in fs.find(root, detail=True).values() if entry["type"] == "file"]
@@ -440,6 +496,17 @@ def _entries(fs: Any, root: str, below: bool) -> list[dict[str, Any]]:
     return found
 
 
+def _remove_all(fs: Any, names: Sequence[str]) -> None:
+    """Remove objects by their names, in as few requests as the store allows."""
+    if any(has_magic(name) for name in names):
+        # fsspec would take the names for patterns, and remove what else they match
+        for name in names:
+            with suppress(FileNotFoundError):
+                fs.rm_file(name)
+    elif names:
+        fs.rm(list(names))
+
+
 def cat(file: Url, begin: int, end: int) -> bytes:
     """Bytes [begin, end) of an object, fewer at its end; long ranges in pieces at the same time.
 
@@ -449,10 +516,23 @@ def cat(file: Url, begin: int, end: int) -> bytes:
     fs, path = file_system(file)
     with _named(file, "read"):
         if end - begin <= _PIECE_BYTES or end - begin > _MOST_BYTES:
-            return bytes(fs.cat_file(path, start=begin, end=end))
+            try:
+                return bytes(fs.cat_file(path, start=begin, end=end))
+            except Exception as error:
+                # an empty object has no range for S3
+                if begin or isinstance(error, FileNotFoundError) or not _is_empty_object(fs, path):
+                    raise
+                return b""
         begins = [*range(begin, end, _PIECE_BYTES)]
         ends = [min(at + _PIECE_BYTES, end) for at in begins]
         return b"".join(fs.cat_ranges([path] * len(begins), begins, ends, on_error="raise"))
+
+
+def _is_empty_object(fs: Any, path: str) -> bool:
+    with suppress(Exception):
+        fs.invalidate_cache()
+        return bool(fs.info(path)["size"] == 0)
+    return False
 
 
 def create_alone(file: Url, data: bytes) -> None:
@@ -484,7 +564,7 @@ def delete(folder: Url, names: Sequence[str]) -> None:
     if names:
         fs, root = file_system(folder)
         with _named(folder, "remove from"), suppress(FileNotFoundError):
-            fs.rm([f"{root}/{name}" for name in names])
+            _remove_all(fs, [f"{root}/{name}" for name in names])
         fs.invalidate_cache()
 
 

@@ -1,10 +1,11 @@
-"""A store in memory that counts what is asked of it, and fails at one request or from one on."""
+"""A store in memory that counts what is asked of it and fails at one request or from one on, and one with folders."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 # a request fails before it is done, after it was (its answer is lost), or it and all that come
@@ -64,6 +65,9 @@ class FailingStore(MemoryFileSystem):
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
         return self.request("list", lambda: super(FailingStore, self).ls(path, detail, **kwargs))
 
+    def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
+        self.request("copy", lambda: super(FailingStore, self).cp_file(path1, path2, **kwargs))
+
     def rm_file(self, path: str) -> None:
         self.request("delete", lambda: super(FailingStore, self).rm_file(path))
 
@@ -71,4 +75,11 @@ class FailingStore(MemoryFileSystem):
         self.request("delete many", lambda: super(FailingStore, self).rm(path, recursive, maxdepth))
 
 
+class FolderStore(LocalFileSystem):
+    """A file system with folders, as those of other machines: this one's, as folders://, since file:// is a path."""
+
+    protocol = "folders"
+
+
 fsspec.register_implementation("failing", FailingStore, clobber=True)
+fsspec.register_implementation("folders", FolderStore, clobber=True)

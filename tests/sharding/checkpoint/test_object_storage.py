@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def names(folder: str) -> list[str]:
     return [path.name.removeprefix("step-").lstrip("0") for path in checkpoint.steps(folder)]
 
 
-@pytest.mark.parametrize("url", [RUN, "memory://bucket/run", "file://{}/made/by/save"])
+@pytest.mark.parametrize("url", [RUN, "memory://bucket/run", "folders://{}/made/by/save"])
 def test_a_store_has_the_files_of_a_local_folder_byte_for_byte(url: str, tmp_path: Path) -> None:
     url, local, model = url.format(tmp_path), tmp_path / "local", trained()
     for folder in (url, local):
@@ -167,6 +168,25 @@ def test_what_has_no_manifest_is_no_checkpoint_and_goes_with_the_next_save() -> 
     }
 
 
+def test_a_load_that_the_store_ends_says_that_the_model_is_changed_in_part() -> None:
+    """Where all was checked and the model is being filled there is no way back; it said that nothing was changed."""
+    path, model = checkpoint.save(RUN, trained(), step=1).path, trained("adam", 1)
+    before = values_of(model)
+    FailingStore.reset()
+    checkpoint.load(path, trained("adam", 1))
+    count, said = FailingStore.requests, []
+    for at in range(1, count + 1):
+        FailingStore.reset(at)
+        with pytest.raises(OSError, match="was cut off") as raised:
+            checkpoint.load(path, model)
+        said.append("the model is changed in part: load it once more" in str(raised.value))
+        assert said[-1] or same(values_of(model), before)
+    assert said == sorted(said) and 0 < sum(said) < count
+    FailingStore.reset()
+    checkpoint.load(path, model)
+    assert same(values_of(model), values_of(trained()))
+
+
 @pytest.mark.parametrize("data", [None, b"", b"short", b"\xff"])
 def test_a_damaged_object_is_named_and_passed_over(data: bytes | None) -> None:
     model = trained()
@@ -227,6 +247,54 @@ def test_a_job_that_died_elsewhere_is_waited_for_and_what_it_may_still_write_doe
     assert checkpoint.latest(RUN) == path and checkpoint.verify(path) == []
 
 
+def test_a_save_that_was_taken_for_dead_writes_into_no_folder_of_any_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first save after it had a name of its own: one that woke up after the second removed what that saved."""
+    monkeypatch.setattr(object_saves, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(object_saves, "_LEASE_SECONDS", 0.1)
+    stopped = object_saves.ObjectAttempt.begin(Url(RUN), 5, world_size=1)
+    stopped.join()
+    # what another machine does
+    monkeypatch.setattr(object_saves, "_held", set())
+    monkeypatch.setattr(object_saves, "_is_here", lambda holder: False)
+    model = trained()
+    paths = [checkpoint.save(RUN, model, step=step).path for step in (4, 5, 6)]
+    storage.overwrite(stopped.target / FILE, b"late")
+    assert all(checkpoint.verify(path) == [] for path in paths)
+    stopped.leave()
+    assert checkpoint.steps(RUN) == paths and all(checkpoint.verify(path) == [] for path in paths)
+    assert len({path.name for path in [*paths, stopped.target]}) == 4
+    assert checkpoint.save(RUN, model, step=7).path.name == f"{STEP}7.2"
+
+
+def test_a_save_that_does_not_see_its_own_lock_in_the_list_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list lags behind: it may not show the checkpoint whose name, and so whose files, the save would take."""
+    good, now = checkpoint.save(RUN, trained(), step=1).path, object_saves.listing
+    there = objects(RUN)
+    monkeypatch.setattr(object_saves, "listing", lambda place: {".lock-000000001": 1} if now(place) else {})
+    with pytest.raises(storage.StoreError, match=r"\.lock-000000002 was written and is not in the list"):
+        checkpoint.save(RUN, trained("adam", 1), step=1)
+    assert objects(RUN) == there and checkpoint.verify(good) == []
+
+
+def test_what_is_committed_stays_where_the_old_one_cannot_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With warnings as errors the old one was gone by half when the new one was removed."""
+    checkpoint.save(RUN, trained(), step=1)
+    FailingStore.reset()
+    checkpoint.save(RUN, trained(), step=2, keep_last=1)
+    count = FailingStore.requests
+    for at in range(1, count + 1):
+        FailingStore.store.clear()
+        FailingStore.reset()
+        checkpoint.save(RUN, trained(), step=1)
+        FailingStore.reset(at)
+        with warnings.catch_warnings(), suppress(OSError, UserWarning):
+            warnings.simplefilter("error")
+            checkpoint.save(RUN, trained(), step=2, keep_last=1)
+        FailingStore.reset()
+        newest = checkpoint.latest(RUN)
+        assert newest is not None and checkpoint.verify(newest) == [], f"all lost after request {at} of {count}"
+
+
 def test_a_save_that_was_taken_for_dead_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     good, write_all = checkpoint.save(RUN, trained(), step=1).path, files.write_all
 
@@ -238,6 +306,22 @@ def test_a_save_that_was_taken_for_dead_commits_nothing(monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="another save took this one for dead and began: nothing is written"):
         checkpoint.save(RUN, trained(), step=2)
     assert checkpoint.steps(RUN) == [good]
+
+
+def test_a_save_that_is_stopped_before_its_manifest_and_taken_for_dead_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one had removed its files; it said that all was well, and removed the good ones of before."""
+    good, create = checkpoint.save(RUN, trained(), step=1).path, object_saves.create_alone
+
+    def stopped(file: Any, data: bytes) -> None:
+        if file.name == "manifest.json":
+            lock()
+            object_saves.clear_unfinished(Url(RUN), storage.listing(Url(RUN)))
+        create(file, data)
+
+    monkeypatch.setattr(object_saves, "create_alone", stopped)
+    with pytest.raises(storage.StoreError, match="another save took this one for dead"):
+        checkpoint.save(RUN, trained(), step=2, keep_last=1)
+    assert checkpoint.steps(RUN) == [good] and {name.split("/")[0] for name in objects(RUN)} == {good.name}
 
 
 def test_a_save_that_looked_long_ago_takes_no_lock_below_a_living_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,9 +343,10 @@ def test_a_save_that_looked_long_ago_takes_no_lock_below_a_living_one(monkeypatc
 
 def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_goes_on_at_once(tmp_path: Path) -> None:
     """The process is gone from this machine, so that nobody waits until its lock is old."""
-    url = f"file://{tmp_path}/run"
+    url = f"folders://{tmp_path}/run"
     program = (
         "import os, signal, sys\n"
+        "import failing_store\n"
         "from checkpoint_cases import trained\n"
         "from shardwise import checkpoint\n"
         "from shardwise.sharding.checkpoint import files\n"
@@ -281,9 +366,9 @@ def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_goes_on_at_once(tmp
     newest = checkpoint.latest(url)
     assert newest is not None and checkpoint.verify(newest) == []
     begin = time.monotonic()
-    assert checkpoint.save(url, trained(), step=2).path.name == f"{STEP}2.4"
+    assert checkpoint.save(url, trained(), step=2).path.name == f"{STEP}2.3"
     assert time.monotonic() - begin < object_saves._LEASE_SECONDS / 2
-    assert names(url) == ["1", "2.4"] and f"{STEP}2/{FILE}" not in objects(url)
+    assert names(url) == ["1", "2.3"] and f"{STEP}2/{FILE}" not in objects(url)
 
 
 def wide(rows: int) -> EmbeddingBagCollection:
@@ -333,9 +418,19 @@ def checkpoint_source(path: Any) -> Any:
     "url, kind, match",
     [
         ("strange://bucket/x", ValueError, "strange://bucket/x: Protocol not known"),
+        ("my_own://bucket/x", ValueError, "my_own://bucket/x: Protocol not known"),
+        ("reference://x", ValueError, "reference://x: TypeError: .*stands in fsspec's configuration"),
+        # nobody listens on the port of discarded messages
+        ("ftp://127.0.0.1:9/x", storage.StoreError, "ftp://127.0.0.1:9/x: cannot reach it: ConnectionRefusedError"),
         ("simplecache::memory://x", ValueError, "is a chain of URLs"),
         ("ftp://me:word@host/x", ValueError, "'host/x' has a password"),
         (Path("s3://bucket/x"), ValueError, "was a URL before it was a Path"),
+        (str(Path("s3://bucket/x")), ValueError, "was a URL before it was a Path, or lacks a slash"),
+        (" s3://bucket/x", ValueError, "is a URL with white space around it"),
+        ("memory://bucket/x\n", ValueError, "is a URL with white space around it"),
+        ("memory://bucket//x", ValueError, "has the part '', which a store takes for a name"),
+        ("memory://bucket/y/../x", ValueError, r"has the part '\.\.'"),
+        ("file://bucket/x", ValueError, "has no path from the root on: file:///folder has three slashes"),
         ("gs://bucket/x", ImportError, r"gs://bucket/x: .*gcsfs.*pip install"),
     ],
 )
@@ -362,6 +457,92 @@ def test_a_local_path_never_meets_fsspec(tmp_path: Path) -> None:
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=env, timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("scheme", ["file", "FILE", "local"])
+def test_a_file_url_is_the_path(scheme: str, tmp_path: Path) -> None:
+    """Through fsspec a save into it had no fsync and no rename, and a file that was exported anew was cut first."""
+    folder = tmp_path / "a %20 b"
+    assert checkpoint.locate(f"{scheme}://{folder}") == folder
+    path = checkpoint.save(f"{scheme}://{folder}/", trained(), step=1).path
+    assert path == folder / f"{STEP}1" and checkpoint.latest(folder) == path
+    assert checkpoint.latest(f"{scheme}://{folder}") == path
+
+
+def exported(url: str, source: Any) -> bytes | None:
+    """The file there is after an export onto it, that may fail."""
+    with suppress(OSError):
+        checkpoint.export(source, url)
+    FailingStore.at = 0
+    fs, path = fsspec.core.url_to_fs(url)
+    return fs.cat_file(path) if fs.exists(path) else None
+
+
+@pytest.mark.parametrize("name", ["whole.safetensors", "[w]*.safetensors"])
+@pytest.mark.parametrize("how", [BEFORE, AFTER, FROM_THEN_ON])
+def test_an_export_that_fails_leaves_the_file_that_was_there(how: str, name: str, tmp_path: Path) -> None:
+    """A store that opens files under their names had the beginning of the new one, and nothing of the old."""
+    url, folder = f"failing://bucket/out/{name}", tmp_path / "run"
+    checkpoint.save(folder, trained("adam", 1), step=1)
+    first = exported(url, folder)
+    checkpoint.save(folder, trained("adam", 2), step=2)
+    FailingStore.reset()
+    second, names = exported(url, folder), FailingStore.names
+    # the last two remove what it was written as, and read it here
+    assert first != second and names[:2] == ["open", "write"] and names[-3:] == ["copy", "delete", "get"]
+    count = len(names) - 2
+    for at in range(1, count + 1):
+        FailingStore.reset()
+        assert exported(url, folder / f"{STEP}1") == first
+        FailingStore.reset(at, how)
+        now = exported(url, folder)
+        assert now == (second if how == AFTER and at == count else first)
+        assert how == FROM_THEN_ON or list(objects("failing://bucket/out")) == [name]
+
+
+def test_a_rank_that_cannot_write_leaves_the_file_that_was_there_in_a_store_with_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(tmp_path / "run", trained(), step=1)
+    url = f"folders://{tmp_path}/out.safetensors"
+    first, write_all = exported(url, tmp_path / "run"), files.write_all
+    checkpoint.save(tmp_path / "run", trained("adam", 3), step=2)
+
+    def full(file: Any, data: Any) -> int:
+        write_all(file, memoryview(data).cast("B")[:10])
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(files, "write_all", full)
+    assert exported(url, tmp_path / "run") == first
+    monkeypatch.setattr(files, "write_all", write_all)
+    assert exported(url, tmp_path / "run") not in (first, None)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out.safetensors", "run"]
+
+
+@pytest.mark.parametrize("name", ["run[1]", "run?", "*"])
+@pytest.mark.parametrize("root", ["memory://patterns", "folders://{}"])
+def test_a_name_that_looks_like_a_pattern_is_a_name(root: str, name: str, tmp_path: Path) -> None:
+    """fsspec took it for a pattern: what was removed was the checkpoint of another run, which the pattern matches."""
+    root = root.format(tmp_path)
+    for run in ("run1", name):
+        for step in (1, 2):
+            checkpoint.save(f"{root}/{run}", trained("adam", step), step=step)
+    other = objects(f"{root}/run1")
+    checkpoint.remove(f"{root}/{name}/{STEP}1")
+    assert names(f"{root}/{name}") == ["2"] and objects(f"{root}/run1") == other
+    # what a save removes of older ones, and of itself where it fails
+    checkpoint.save(f"{root}/{name}", trained(), step=1, keep_last=1)
+    checkpoint.save(f"{root}/{name}", trained(), step=3, keep_last=1)
+    assert {file.split("/")[0] for file in objects(f"{root}/{name}")} == {f"{STEP}3"}
+    assert objects(f"{root}/run1") == other and len(other) == 4
+
+
+def test_removing_a_checkpoint_that_is_not_there_is_said() -> None:
+    """It seemed to be removed, by a name with a slip in it."""
+    checkpoint.save(RUN, trained(), step=1)
+    with pytest.raises(FileNotFoundError, match=f"{RUN}/{STEP}7"):
+        checkpoint.remove(f"{RUN}/{STEP}7")
+    assert names(RUN) == ["1"]
 
 
 def test_commands_take_urls() -> None:

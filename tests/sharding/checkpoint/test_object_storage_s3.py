@@ -227,6 +227,28 @@ def test_two_locks_of_one_number_are_never_there(address: str) -> None:
     storage.create_alone(file, b"first")
 
 
+def test_an_empty_object_is_a_damaged_one_and_no_outage(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 has no range of it: nothing was passed over by `latest`, and an empty lock ended every save."""
+    url, model = "s3://bucket/empty", trained_alone()
+    good, bad = (checkpoint.save(url, model, step=step).path for step in (1, 2))
+    storage.overwrite(storage.Url(f"{bad}/manifest.json"), b"")
+    assert checkpoint.latest(url) == good and "manifest.json" in checkpoint.verify(bad)[0]
+    storage.overwrite(storage.Url(url) / ".lock-000000009", b"")
+    monkeypatch.setattr(object_saves, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(object_saves, "_LEASE_SECONDS", 0.1)
+    assert checkpoint.verify(checkpoint.save(url, model, step=3).path) == []
+
+
+def test_a_pattern_in_the_name_of_a_run_removes_nothing_of_another(address: str) -> None:
+    """fsspec took the name for the pattern that it is: the older checkpoint of run1 was removed instead."""
+    model = trained_alone()
+    for run in ("run1", "run[1]"):
+        for step in (1, 2):
+            checkpoint.save(f"s3://bucket/pattern/{run}", model, step=step, keep_last=1 if "[" in run else 3)
+    assert [path.name[-1] for path in checkpoint.steps("s3://bucket/pattern/run1")] == ["1", "2"]
+    assert {name.split("/")[0][-1] for name in objects("s3://bucket/pattern/run[1]")} == {"2"}
+
+
 def test_a_save_costs_few_requests(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     call = s3fs.S3FileSystem._call_s3
@@ -246,5 +268,5 @@ def test_a_save_costs_few_requests(address: str, monkeypatch: pytest.MonkeyPatch
     path = checkpoint.latest("s3://bucket/costs")
     assert path is not None and calls[:2] == ["list_objects_v2", "get_object"]
     # the lock twice and the manifest; the file's own is not counted here
-    expected = {"put_object": 3, "list_objects_v2": 8, "get_object": 4, "delete_object": 1, "delete_objects": 2}
+    expected = {"put_object": 3, "list_objects_v2": 9, "get_object": 4, "delete_object": 1, "delete_objects": 2}
     assert saved[-1] == saved[-2] == expected
