@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -38,6 +39,8 @@ class Pruner:
     def log(self, metrics: Mapping[str, float], *, epoch: int, step: int) -> None:
         """Reports ends of epochs."""
         if "test_ne" in metrics:
+            if math.isnan(metrics["test_ne"]):
+                raise StopTraining(f"trial {self._trial.number} has no test NE in epoch {epoch}")
             self._trial.report(metrics["test_ne"], epoch)
             if self._trial.should_prune():
                 raise StopTraining(f"trial {self._trial.number} is worse than the median in epoch {epoch}")
@@ -91,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for trial in study.trials[before:]:
         value = "pruned" if trial.value is None or trial.state.name == "PRUNED" else f"test NE {trial.value:.4f}"
         print(f"trial {trial.number}: {value}, {trial.params}")
+    if all(trial.state.name != "COMPLETE" for trial in study.trials):
+        raise SystemExit("sweep.py: no trial came to its end: none had a test NE")
     print(f"{len(study.trials)} trials, the best is {study.best_trial.number}: test NE {study.best_value:.4f}")
     options = " ".join(f"--{name} {value}" for name, value in study.best_params.items())
     print(f"python examples/dlrm/train.py {options}")

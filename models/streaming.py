@@ -27,7 +27,8 @@ MAX_WEIGHT = 2.0**20
 _LOWEST, _OCTAVES = -32, 64
 # exponents of float64, from the smallest subnormal number on, and how a mantissa of 53 bits is halved
 _MIN_EXPONENT, _EXPONENTS, _LOW_BITS = -1073, 2098, 27
-_COARSE_BITS = 30
+# logits beyond it count as infinite: times the largest weight their loss still is a float64
+_MAX_LOGIT = 2.0**1000
 _RAN_OVER = "a sum of weights left int64: reset the metric earlier, or take smaller weights"
 
 
@@ -35,6 +36,8 @@ class StreamingMetric(nn.Module):
     """A metric whose state is the buffer `state`, int64 [S], a sum over samples; a state dict saves and resumes it."""
 
     state: Tensor
+    # of more samples a sum that left int64 could look like one that did not
+    _most_samples = 2**63 - 1
 
     def __init__(self, size: int, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -114,7 +117,7 @@ class StreamingMetric(nn.Module):
 
         Raises:
             ValueError: labels or weights were wrong.
-            OverflowError: a sum left int64.
+            OverflowError: a sum left int64, or may have, of so many samples.
         """
         state = self.state.cpu()
         valid, undefined, labels, weights = state[:_COUNTS].tolist()
@@ -124,6 +127,8 @@ class StreamingMetric(nn.Module):
             raise ValueError(f"{weights} weights are not in [0, 2**20], beside {valid} samples that are well")
         if bool((state < 0).any()):
             raise OverflowError(_RAN_OVER)
+        if valid > self._most_samples:
+            raise OverflowError(f"{valid} samples are more than the sums hold, {self._most_samples}: reset it earlier")
         return state[_COUNTS:], valid > 0 and not undefined
 
 
@@ -144,7 +149,8 @@ class StreamingAUC(StreamingMetric):
 
     Args:
         mantissa_bits: 0 to 16.
-        weight_unit: weights are rounded to multiples of this power of two. A bin holds 2**63 of them.
+        weight_unit: weights are rounded to multiples of this power of two. A bin holds 2**63 of them, and the metric
+            2**53 samples times the root of the unit, 2**43 with that of the default: OverflowError tells of more.
 
     Raises:
         ValueError: a setting is out of range.
@@ -164,13 +170,17 @@ class StreamingAUC(StreamingMetric):
         weight_unit: float = 2.0**-20,
         device: torch.device | str | None = None,
     ) -> None:
-        if not 0 <= mantissa_bits <= 16:
+        if mantissa_bits not in range(17):
             raise ValueError(f"mantissa_bits must be 0 to 16, got {mantissa_bits}")
         if not (2.0**-40 <= weight_unit <= 1.0 and math.frexp(weight_unit)[0] == 0.5):
             raise ValueError(f"weight_unit must be a power of two of 2**-40 to 1, got {weight_unit}")
-        self.mantissa_bits, self.weight_unit = mantissa_bits, weight_unit
-        self.bins = 2 * (_OCTAVES << mantissa_bits) + 1
-        # the bins, and the sum of all weights without its last 30 bits, by which a bin that ran over is seen
+        # of one spelling, as they are compared by it
+        self.mantissa_bits, self.weight_unit = int(mantissa_bits), float(weight_unit)
+        self.bins = 2 * (_OCTAVES << self.mantissa_bits) + 1
+        # the largest weight has twice as many bits
+        self._coarse_bits = math.ceil(math.log2(MAX_WEIGHT / weight_unit) / 2)
+        self._most_samples = 1 << (63 - self._coarse_bits)
+        # the bins, and the sum of all weights without their last bits, by which a bin that ran over is seen
         super().__init__(2 * self.bins + 1, device)
 
     def extra_repr(self) -> str:
@@ -187,7 +197,7 @@ class StreamingAUC(StreamingMetric):
         index = 2 * self._bin_of(torch.where(valid, scores, 0.0)) + positive
         units = (weight / self.weight_unit).round().long()
         self.state[_COUNTS:].index_add_(0, index, units)
-        self.state[-1] += (units >> _COARSE_BITS).sum()
+        self.state[-1] += (units >> self._coarse_bits).sum()
 
     def _bin_of(self, scores: Tensor) -> Tensor:
         """The bin of each score [N]: bits of a float32 are in the order of its magnitude."""
@@ -219,7 +229,7 @@ class StreamingAUC(StreamingMetric):
         counts, coarse = sums[:-1].view(self.bins, 2), int(sums[-1])
         # a sum that left int64 is off by 2**64 times something, and so is the sum of all
         total = sum(counts[counts.any(1)].flatten().tolist())
-        if not coarse << _COARSE_BITS <= total <= (coarse + self.samples) << _COARSE_BITS:
+        if not coarse << self._coarse_bits <= total <= (coarse + self.samples) << self._coarse_bits:
             raise OverflowError(_RAN_OVER)
         pairs = within = below = positives = 0
         # integers of any size: products of two sums leave int64
@@ -247,6 +257,7 @@ class StreamingNE(StreamingMetric):
     The state is 134,304 bytes.
     """
 
+    _most_samples = 2**36
     # rows of the sums
     _LOSS, _PREDICTED, _POSITIVE, _NEGATIVE = range(4)
 
@@ -260,8 +271,8 @@ class StreamingNE(StreamingMetric):
             ValueError: shapes or devices differ.
         """
         logits = self._check(logits, labels, weights).double()
-        # what is infinite has no loss: 0 times infinity is among its terms
-        valid, positive, weight = self._accepted(logits, labels, weights, ~logits.isfinite())
+        # what is infinite has no loss: 0 times infinity is among its terms; a nan is in no range
+        valid, positive, weight = self._accepted(logits, labels, weights, ~(logits.abs() <= _MAX_LOGIT))
         x = torch.where(valid, logits, 0.0)
         y = positive.double()
         # not torch's sigmoid, whose last bit depends on where in the batch a sample stands
@@ -292,7 +303,7 @@ class StreamingNE(StreamingMetric):
         return totals
 
     def compute(self) -> float:
-        """NE; nan without samples, with labels of one kind only, or with a logit that is nan or infinite.
+        """NE; nan without samples, with labels of one kind only, or with a logit that is nan or beyond 2**1000.
 
         Raises:
             ValueError: labels besides 0 and 1, or weights out of [0, 2**20], were among the samples.
@@ -314,9 +325,13 @@ class StreamingNE(StreamingMetric):
     def calibration(self) -> float:
         """Clicks that are predicted over clicks that there are; nan where there are none."""
         totals = self._totals()
-        return (
-            float(totals[self._PREDICTED] / totals[self._POSITIVE]) if totals and totals[self._POSITIVE] else math.nan
-        )
+        if not totals or not totals[self._POSITIVE]:
+            return math.nan
+        try:
+            return float(totals[self._PREDICTED] / totals[self._POSITIVE])
+        except OverflowError:
+            # beyond float64: the clicks that there are weigh next to nothing
+            return math.inf
 
 
 class MetricWindow(nn.Module, Generic[M]):
@@ -381,7 +396,17 @@ class MetricWindow(nn.Module, Generic[M]):
         return whole
 
     def get_extra_state(self) -> Any:
-        return {"newest": self._newest, "in_newest": self._in_newest}
+        return {"window": self._settings(), "newest": self._newest, "in_newest": self._in_newest}
 
     def set_extra_state(self, state: Any) -> None:
+        """What a state dict says of the window.
+
+        Raises:
+            ValueError: it is of another size.
+        """
+        if state["window"] != self._settings():
+            raise ValueError(f"a state of a window of {state['window']} does not fit one of {self._settings()}")
         self._newest, self._in_newest = state["newest"], state["in_newest"]
+
+    def _settings(self) -> str:
+        return f"{len(self.pieces)} pieces of {self.piece_samples} samples"

@@ -152,6 +152,8 @@ def read_toml(content: bytes, path: object) -> dict[str, Any]:
         table = msgspec.toml.decode(content)
     except ValueError as error:
         raise ValueError(f"--config {path}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"--config {path}: it is nested too deeply") from None
     kinds = get_type_hints(Options)
     # a file that reads another one would say the half of what is set
     del kinds["config"]
@@ -172,11 +174,20 @@ def read_toml(content: bytes, path: object) -> dict[str, Any]:
 
 def check(options: Options) -> None:
     """ValueError where an option has a value that cannot be, or one that another one does not go with."""
+    for name, text in as_text(options).items():
+        if isinstance(text, str) and "\0" in text:
+            raise ValueError(f"{flag(name)} {text!r}: no file and no name has a NUL in it")
     for name in ("epochs", "steps", "patience", "batch_size", "dim", "checkpoint_every", "keep_last", "log_every"):
         if getattr(options, name) is not None and getattr(options, name) <= 0:
             raise ValueError(f"{flag(name)} must be positive, got {getattr(options, name)}")
     if not (options.lr > 0 and math.isfinite(options.lr)):
         raise ValueError(f"--lr must be positive and finite, got {options.lr}")
+    # what torch.manual_seed takes
+    if not -(2**63) <= options.seed < 2**64:
+        raise ValueError(f"--seed must be of 64 bits, got {options.seed}")
+    if options.export is not None and str(options.export) != str(options.export).encode(errors="replace").decode():
+        # torch, which writes there, would end the process
+        raise ValueError(f"--export {str(options.export)!r}: the name must be UTF-8")
     if not 0 < options.tier_slots <= 1:
         raise ValueError(f"--tier-slots is a share of the rows, more than 0 and at most 1, got {options.tier_slots}")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -192,7 +203,8 @@ def check(options: Options) -> None:
         # a folder of that name, such as wandb makes, is found as a package without a file
         if getattr(options, name) is not None and (found is None or found.origin is None):
             raise ValueError(f'{flag(name)} needs {name}: pip install ".[track]" in a checkout of shardwise')
-    for name in ("json", "metrics", "page", "tensorboard", "checkpoint_dir", "export"):
+    scratch = ("tier_folder",) if options.tier == "file" else ()
+    for name in ("json", "metrics", "page", "tensorboard", "checkpoint_dir", "export", *scratch):
         given: Path | str | None = getattr(options, name)
         if isinstance(given, str) and re.match(r"[a-z][a-z0-9+.-]+:/(?!/)", given):
             raise ValueError(f"{flag(name)} {given}: a URL has two slashes, {given.replace(':/', '://', 1)}")
@@ -200,7 +212,7 @@ def check(options: Options) -> None:
         if given is None or (isinstance(given, str) and "://" in given):
             continue
         path = Path(given)
-        folder = path if name in ("checkpoint_dir", "tensorboard") else path.parent
+        folder = path if name in ("checkpoint_dir", "tensorboard", "tier_folder") else path.parent
         # before training, which would be lost
         try:
             folder.mkdir(parents=True, exist_ok=True)

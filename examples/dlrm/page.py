@@ -95,7 +95,8 @@ class Run:
 
 def write_page(path: Path, run: Run) -> None:
     """Write the page; the folder is there."""
-    path.write_text(page(run), encoding="utf-8")
+    # a name of a file on the command line may be none of UTF-8
+    path.write_text(page(run), encoding="utf-8", errors="replace")
 
 
 def page(run: Run) -> str:

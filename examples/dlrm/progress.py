@@ -7,6 +7,7 @@ random state to keep; a model with dropout would keep `torch.get_rng_state()` of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -83,6 +84,22 @@ class Progress:
     # step, mean loss, samples a second of lines of metrics; the speed is None where none was timed
     history: list[tuple[int, float, float | None]] = field(default_factory=list)
 
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Progress:
+        """What `to_json` gave."""
+        progress = cls(**_each(content, lambda number: float(number) if isinstance(number, str) else number))
+        progress.history = [(step, loss, rate) for step, loss, rate in progress.history]
+        return progress
+
+    def to_json(self) -> dict[str, Any]:
+        """As a checkpoint keeps it: losses that are no numbers, of a run that diverged, as text."""
+
+        def spelled(number: Any) -> Any:
+            return str(number) if isinstance(number, float) and not math.isfinite(number) else number
+
+        kept: dict[str, Any] = _each(asdict(self), spelled)
+        return kept
+
     def advance(self) -> None:
         """One more step is trained."""
         self.step += 1
@@ -133,6 +150,15 @@ class Progress:
         return self.epoch_step * batch_size / self.seconds
 
 
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with `change` of each number within it."""
+    if isinstance(value, dict):
+        return {name: _each(entry, change) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_each(entry, change) for entry in value]
+    return change(value)
+
+
 class Checkpoints:
     """Saves to `--checkpoint-dir` and resumes from it; without that option does nothing."""
 
@@ -178,8 +204,7 @@ class Checkpoints:
             restore_position(extra["position"], self._source, self._args.batch_size)
         except ValueError as error:
             raise SystemExit(f"train.py: {latest}: {error}") from None
-        progress = Progress(**extra["progress"])
-        progress.history = [(step, loss, rate) for step, loss, rate in progress.history]
+        progress = Progress.from_json(extra["progress"])
         self._saved_step = progress.step
         return progress
 
@@ -216,7 +241,7 @@ class Checkpoints:
         extra = {
             "position": position.to_json(),
             "settings": self._settings(),
-            "progress": asdict(progress),
+            "progress": progress.to_json(),
             # which column is what, for whoever serves the model
             "dense": list(self._source.dense_names),
         }

@@ -38,7 +38,9 @@ class Report:
 
     def __init__(self, trackers: Iterable[Tracker], terminal: Terminal, *, active: bool) -> None:
         self.bar: Bar | None = None
-        self._trackers = [*trackers] if active else []
+        self._given = [*trackers] if active else []
+        # those that were started
+        self._trackers: list[Tracker] = []
         self._terminal = terminal
 
     def __enter__(self) -> Report:
@@ -51,7 +53,9 @@ class Report:
 
     def start(self, config: Mapping[str, Any], *, step: int, finished_epochs: int) -> None:
         """Opens the trackers."""
-        self._each(lambda tracker: tracker.start(config, step=step, finished_epochs=finished_epochs))
+        for tracker in self._given:
+            self._trackers.append(tracker)
+            self._ask(tracker, lambda tracker: tracker.start(config, step=step, finished_epochs=finished_epochs))
 
     def write(self, numbers: Mapping[str, float], *, epoch: int, step: int) -> None:
         """Tells the trackers, and the bar where there is a loss."""
@@ -66,15 +70,18 @@ class Report:
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for tracker in [*self._trackers]:
-            try:
-                call(tracker)
-            except StopTraining:
-                raise
-            except Exception as error:
-                # a full disk or a lost network is no reason to lose the training
-                self._trackers.remove(tracker)
-                name, why = type(tracker).__name__, f"{type(error).__name__}: {error}"
-                self._terminal.say(f"warning: {name} gets no more numbers, training goes on: {why}")
+            self._ask(tracker, call)
+
+    def _ask(self, tracker: Tracker, call: Callable[[Tracker], None]) -> None:
+        try:
+            call(tracker)
+        except StopTraining:
+            raise
+        except Exception as error:
+            # a full disk or a lost network is no reason to lose the training
+            self._trackers.remove(tracker)
+            name, why = type(tracker).__name__, f"{type(error).__name__}: {error}"
+            self._terminal.say(f"warning: {name} gets no more numbers, training goes on: {why}")
 
 
 class JsonLines:
@@ -116,7 +123,11 @@ def cut_lines(path: Path, step: int, finished_epochs: int) -> None:
             except ValueError:
                 # the line that was being written when the process was killed
                 continue
-            if line["epoch"] <= finished_epochs if "test_auc" in line else line["step"] <= step:
+            try:
+                before = line["epoch"] <= finished_epochs if "test_auc" in line else line["step"] <= step
+            except (KeyError, TypeError):
+                raise ValueError(f"{path} has lines that are no metrics, {text[:40]!r}: name another file") from None
+            if before:
                 kept.append(text + "\n")
     # written aside and moved, so that a kill leaves either the whole file or the cut one
     aside = path.with_name(path.name + ".cut")
@@ -125,9 +136,9 @@ def cut_lines(path: Path, step: int, finished_epochs: int) -> None:
 
 
 def without_nan(value: Any) -> Any:
-    """JSON has no nan."""
+    """JSON has neither nan nor infinities."""
     if isinstance(value, dict):
         return {name: without_nan(entry) for name, entry in value.items()}
     if isinstance(value, list):
         return [without_nan(entry) for entry in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -29,11 +29,17 @@ def quantize(model: DistributedModelParallel, source: Source, dim: int) -> tuple
 
     All ranks call this together. Tables that are too large for one process stay in a checkpoint, from which `shardwise
     export` takes them where there is the memory.
+
+    Raises:
+        SystemExit: a table is not finite, since training diverged.
     """
     whole = build_dlrm(source.feature_rows, len(source.dense_names), dim, CPU)
     weights = checkpoint.full_state_dict(model)
     whole.load_state_dict(weights)
-    quantize_inference_model(whole)
+    try:
+        quantize_inference_model(whole)
+    except ValueError as error:
+        raise SystemExit(f"train.py: training diverged, try a smaller --lr: {error}") from None
     return whole, weights
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import time
@@ -233,7 +234,10 @@ def train(job: Job, best: BestWeights, report: Report) -> Progress:
 def _out_of_patience(args: Options, progress: Progress) -> bool:
     if args.patience is None or not progress.epochs:
         return False
-    return progress.epoch - 1 - best_epoch(progress.epochs) >= args.patience
+    best = best_epoch(progress.epochs)
+    # none is best where no epoch has an NE
+    since = progress.epoch if math.isnan(progress.epochs[best]["test_ne"]) else progress.epoch - 1 - best
+    return since >= args.patience
 
 
 def train_steps(job: Job, batches: Iterator[Batch]) -> Iterator[Tensor]:

@@ -6,6 +6,8 @@ as a client is told it. So what is taken and what is refused is decided there, a
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -13,6 +15,8 @@ from instances import MAX_FLOAT32, MAX_INT64, Instance, read_body, read_instance
 
 from shardwise.inference import ModelFacts
 
+# characters that msgspec has in no name of a key
+_NO_KEY = re.compile(r'["\\\x00-\x1f]')
 _Number = Annotated[float, msgspec.Meta(ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
 
 
@@ -22,6 +26,13 @@ class Reader:
     def __init__(self, facts: ModelFacts, *, max_instances: int, max_ids: int) -> None:
         self._facts, self._max_instances, self._max_ids = facts, max_instances, max_ids
         self._places = [f"f{number}" for number in range(len(facts.features))]
+        # names of the keys that every instance has
+        self._keys = 1 + bool(facts.dense) + bool(facts.weighted)
+        # of a model with other names every body goes through `instances.py`
+        odd = any(_NO_KEY.search(feature.name) for feature in facts.features)
+        self._decoder = None if odd else self._decoder_of(facts, max_instances)
+
+    def _decoder_of(self, facts: ModelFacts, max_instances: int) -> msgspec.json.Decoder[Any]:
         ids = [Annotated[int, msgspec.Meta(ge=0, le=_last(feature.ids))] for feature in facts.features]
         fields: list[Any] = [("features", self._by_feature("Features", [list[each] for each in ids]))]
         if facts.dense:
@@ -29,12 +40,11 @@ class Reader:
             fields.append(("dense", Annotated[list[_Number], msgspec.Meta(min_length=count, max_length=count)]))
         if facts.weighted:
             fields.append(("weights", self._by_feature("Weights", [list[_Number] for _ in facts.features])))
-        # names of the keys that every instance has
-        self._keys = len(fields)
         instance = msgspec.defstruct("Instance", fields, forbid_unknown_fields=True)
         listed = Annotated[list[instance], msgspec.Meta(min_length=1, max_length=max_instances)]  # type: ignore[valid-type]
         body = msgspec.defstruct("Body", [("instances", listed)], forbid_unknown_fields=True)
-        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(body)
+        decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(body)
+        return decoder
 
     def _by_feature(self, name: str, kinds: list[Any]) -> type[msgspec.Struct]:
         """An object with a key for each feature, any of which may be left out."""
@@ -51,12 +61,10 @@ class Reader:
         Raises:
             BadRequest: something does not fit the model; of several things, the first.
         """
-        try:
-            decoded = self._decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            taken = None
-        else:
-            taken = self._taken(decoded.instances, body.count(b'"'))
+        taken = None
+        if self._decoder is not None:
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                taken = self._taken(self._decoder.decode(body).instances, body.count(b'"'))
         if taken is not None:
             return taken
         return read_instances(read_body(body), self._facts, max_instances=self._max_instances, max_ids=self._max_ids)

@@ -48,6 +48,8 @@ def reduce_metrics(metrics: M, env: ShardingEnv | dist.ProcessGroup | None = Non
     exchange = Exchange(group)
 
     def copies() -> tuple[M, Facts]:
+        if not hasattr(metrics, "__len__"):
+            raise ValueError(f"metrics must be a tuple or list of them, got {type(metrics).__name__}")
         if not metrics:
             raise ValueError("no metrics to reduce")
         for number, metric in enumerate(metrics):

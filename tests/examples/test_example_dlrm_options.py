@@ -81,6 +81,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
         ('optimizer = "adamw"', "'optimizer': Invalid enum value 'adamw', got 'adamw'"),
         ("metrics = 3", "'metrics': expected str, bytes or os.PathLike object, not int, got 3"),
         ("lr = ", "Invalid value (at end of document)"),
+        ("lr = " + "[" * 20_000, "it is nested too deeply"),
     ],
 )
 def test_a_file_with_something_else_is_refused_by_name(
@@ -89,6 +90,26 @@ def test_a_file_with_something_else_is_refused_by_name(
     path = tmp_path / "run.toml"
     path.write_text(text)
     assert refusal(capsys, "--config", str(path)) == f"--config {path}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--seed", str(2**64)], "--seed must be of 64 bits, got 18446744073709551616"),
+        (["--export", "a\udcff"], "--export 'a\\udcff': the name must be UTF-8"),
+        (["--json", "a\0b"], "--json 'a\\x00b': no file and no name has a NUL in it"),
+        (
+            ["--tier", "file", "--tier-folder", __file__],
+            f"--tier-folder {__file__}: [Errno 17] File exists: '{__file__}'",
+        ),
+    ],
+)
+def test_what_ended_a_run_later_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    """Tracebacks, of a NUL and of torch's writer after the training."""
+    monkeypatch.chdir(tmp_path)
+    assert refusal(capsys, *argv) == message
 
 
 def test_a_value_of_the_file_is_checked_as_one_of_the_command_line(

@@ -119,6 +119,17 @@ def test_right_bodies_are_read_by_msgspec_alone(monkeypatch: pytest.MonkeyPatch)
     assert [each.ids for each in quick.read(body)] == [[[3], [7, 8], []], [[], [], []]]
 
 
+def test_names_that_msgspec_has_no_keys_of_are_read_too() -> None:
+    """A quote, a backslash or a control character in the name of a feature: the server did not start."""
+    features = tuple(FeatureFacts(name, (), 9) for name in ('"a"', "b\\", "c\n", "d"))
+    facts = replace(FACTS, features=features, dense=())
+    named = {feature.name: [number] for number, feature in enumerate(features)}
+    quick, plain = both(json.dumps({"instances": [{"features": named}]}).encode(), facts)
+    assert quick == plain == [([], [[0], [1], [2], [3]], [])]
+    quick, plain = both(json.dumps({"instances": [{"features": {'"a"': [9]}}]}).encode(), facts)
+    assert quick == plain and quick["code"] == "id_out_of_range"
+
+
 def test_a_weighted_model_takes_a_weight_for_each_id() -> None:
     facts = replace(FACTS, weighted=True, dense=())
     instance = {"features": {"user": [3], "tag": [1, 2]}, "weights": {"user": [0.5], "tag": [1, 2.5]}}

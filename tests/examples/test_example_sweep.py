@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import sys
 from pathlib import Path
@@ -48,3 +49,31 @@ def test_a_trial_worse_than_the_median_is_pruned() -> None:
     # it ended after the first of two epochs
     assert list(good.intermediate_values) == [1, 2] and list(poor.intermediate_values) == [1]
     assert good.value == min(good.intermediate_values.values()) < poor.intermediate_values[1]
+
+
+def test_trials_that_diverge_are_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first trial whose run diverged ended the whole sweep, and a sweep of such trials alone with a traceback."""
+    module = sweep()
+    told = iter([math.nan, 0.5, math.nan])
+
+    def train(argv: list[str], trackers: list[Any]) -> dict[str, Any]:
+        score = next(told)
+        trackers[0].log({"test_ne": score}, epoch=1, step=3)
+        if math.isnan(score):
+            raise SystemExit("train.py: training diverged")
+        return {"epochs": [{"test_ne": score, "test_auc": 0.7}], "best_epoch": 1}
+
+    monkeypatch.setattr(module, "train", train)
+    storage = ["--storage", f"sqlite:///{tmp_path / 'sweep.db'}"]
+    with pytest.raises(SystemExit, match=r"sweep.py: no trial came to its end"):
+        module.main(["--trials", "1", *storage])
+    module.main(["--trials", "2", *storage])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines[:3]] == [
+        "trial 0: pruned",
+        "trial 1: test NE 0.5000",
+        "trial 2: pruned",
+    ]
+    assert lines[3] == "3 trials, the best is 1: test NE 0.5000"

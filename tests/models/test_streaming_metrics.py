@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -296,3 +297,54 @@ def test_a_state_of_other_units_is_refused() -> None:
     state = StreamingAUC(weight_unit=2.0**-10).state_dict()
     with pytest.raises(ValueError, match=r"weight_unit=0.0009765625\) means other things in StreamingAUC"):
         StreamingAUC().load_state_dict(state)
+
+
+def test_a_loss_that_leaves_float64_is_that_of_an_infinite_logit() -> None:
+    """A finite logit of 1e308 times a weight is infinite: `compute` spoke of a sum of weights that left int64."""
+    metric = StreamingNE()
+    logits = torch.tensor([1e308, -1e308, 1e300, 0.0], dtype=torch.float64)
+    metric.update(logits, torch.tensor([0, 1, 0, 1]), torch.full((4,), 2.0**20))
+    assert math.isnan(metric.compute()) and metric.samples == 2
+    metric.reset()
+    metric.update(logits[2:], torch.tensor([0, 1]), torch.full((2,), 2.0**20))
+    assert metric.log_loss() == pytest.approx(5e299)
+
+
+def test_calibration_beyond_float64_is_infinite() -> None:
+    """A click that weighs next to nothing: OverflowError of a division of integers."""
+    metric = StreamingNE()
+    metric.update(torch.zeros(2), torch.tensor([1, 0]), torch.tensor([1e-320, 1.0], dtype=torch.float64))
+    assert metric.calibration() == math.inf and metric.log_loss() == pytest.approx(math.log(2.0))
+
+
+@METRICS
+def test_so_many_samples_that_a_sum_could_go_around_unseen_are_told(kind: Kind) -> None:
+    """2**44 samples without weights made each bin 2**64, which is 0: AUC was nan, in other numbers any value."""
+    metric: Any = kind()
+    metric.update(torch.tensor([0.0, 1.0]), torch.tensor([1, 0]))
+    exact = metric.compute()
+    limit = {StreamingAUC: 43, StreamingNE: 36}[kind]
+    for doubled in range(1, 61):
+        metric.merge(deepcopy(metric))
+        if doubled < limit:
+            assert metric.compute() == exact and metric.samples == 2 ** (doubled + 1)
+        else:
+            with pytest.raises(OverflowError, match="reset"):
+                metric.compute()
+
+
+def test_a_setting_has_one_spelling() -> None:
+    """A unit of 1 and one of 1.0 had states that mean other things."""
+    metric = StreamingAUC(3, weight_unit=1)
+    metric.merge(StreamingAUC(3, weight_unit=1.0)).load_state_dict(StreamingAUC(3, weight_unit=1.0).state_dict())
+    with pytest.raises(ValueError, match="mantissa_bits must be 0 to 16, got 2.5"):
+        StreamingAUC(2.5)  # type: ignore[arg-type]
+
+
+def test_a_state_of_a_window_of_another_size_is_refused() -> None:
+    """A window of 8 samples took the state of one of 240, and gave 240 as the last 8."""
+    window = windowed()
+    window.update(torch.zeros(60), torch.zeros(60))
+    other = MetricWindow(StreamingAUC(7), samples=8, pieces=4)
+    with pytest.raises(ValueError, match="of 4 pieces of 60 samples does not fit one of 4 pieces of 2 samples"):
+        other.load_state_dict(window.state_dict())

@@ -109,5 +109,7 @@ def test_without_a_process_group_a_metric_is_its_own_sum() -> None:
     assert total.compute() == window.latest().compute() and total.samples == 2_000
     (total,) = reduce_metrics([window.latest()], ShardingEnv.from_local(1, 0))
     assert total.samples == 2_000
+    with pytest.raises(ValueError, match="metrics must be a tuple or list of them, got StreamingNE"):
+        reduce_metrics(window.latest())  # type: ignore[type-var]
     with pytest.raises(ValueError, match="2 ranks need a process group"):
         reduce_metrics([window.latest()], ShardingEnv.from_local(2, 0))
