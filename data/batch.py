@@ -17,6 +17,9 @@ from shardwise.jagged import KeyedJaggedTensor
 class Batch:
     """Dense features [B, F_d], sparse features and labels [B] of B samples.
 
+    Raises:
+        ValueError: features and labels are not of the same number of samples.
+
     Example:
         >>> ids = KeyedJaggedTensor(["clicked"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))
         >>> batch = Batch(torch.zeros(2, 3), ids, torch.tensor([0.0, 1.0]))

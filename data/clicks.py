@@ -36,6 +36,9 @@ class ClickFeature:
     """One sparse feature: `rows` ids of Zipf exponent `skew`, bags of `min_ids` to `max_ids` ids, uniformly long.
 
     `strength` is the standard deviation of the hidden weights of its ids.
+
+    Raises:
+        ValueError: a number is out of its range; names it.
     """
 
     name: str
@@ -71,6 +74,9 @@ class Clicks:
     Epoch e of training is samples [e * train_samples, (e + 1) * train_samples) of an endless stream, so no sample comes
     twice; evaluation has `evaluate_samples` of its own. `dense` is the number of dense columns, standard normal;
     `click_bias` the planted logit of an average sample.
+
+    Raises:
+        ValueError: names of features repeat, there are none, or a number is out of its range.
     """
 
     def __init__(

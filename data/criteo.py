@@ -47,8 +47,12 @@ _COUNTED_BYTES = 1 << 30
 class Criteo:
     """Criteo TSV files, plain or .gz: one file, several in this order, or a folder of .tsv or .txt files by name.
 
-    `rows` is the number of rows of each table, or a mapping from `cat_0` .. `cat_25` to it. A bad row raises ValueError
-    with `path:line`, or is counted in `skipped` and left out under `on_bad_row="skip"`.
+    `rows` is the number of rows of each table, or a mapping from `cat_0` .. `cat_25` to it. One row of
+    `evaluate_every` is kept for `evaluate`. A bad row raises, or is counted in `skipped` and left out under
+    `on_bad_row="skip"`.
+
+    Raises:
+        ValueError: there are no files, or a number or name is bad; in reading, a row is, with `path:line`.
     """
 
     dense_names = DENSE_NAMES

@@ -13,7 +13,9 @@ from .source import Source
 def open_folder(folder: str | Path, *, on_bad_row: BadRowPolicy = "raise") -> Source:
     """The reader for `folder`: MovieLens (ratings.csv and movies.csv) or Criteo (.tsv, .txt), plain or .gz.
 
-    Raises ValueError when it holds neither, FileNotFoundError when there is no such folder.
+    Raises:
+        ValueError: it holds neither.
+        FileNotFoundError: there is no such folder.
     """
     folder = Path(folder)
     if not folder.is_dir():

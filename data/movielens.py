@@ -47,8 +47,11 @@ class MovieLens:
     """The ratings of a MovieLens folder: ratings.csv and movies.csv, plain or .gz.
 
     `history` bounds the ids of that feature. A random `evaluate_fraction` of the ratings, drawn with `seed`, is kept
-    for `evaluate`; the others are shuffled anew in every epoch of `train`. A bad row raises ValueError with
-    `path:line`, or is counted in `skipped` and left out under `on_bad_row="skip"`.
+    for `evaluate`; the others are shuffled anew in every epoch of `train`. A bad row raises, or is counted in `skipped`
+    and left out under `on_bad_row="skip"`.
+
+    Raises:
+        ValueError: a number is out of its range, or a row is bad, with `path:line`.
     """
 
     dense_names = ("user_ratings", "item_ratings", "genre_count", "item_age", "rating_year")

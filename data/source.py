@@ -113,8 +113,9 @@ class Position:
 def restore_position(saved: object, source: Source, batch_size: int) -> Position:
     """The position that `Position.to_json` saved, for a run over `source` in batches of `batch_size`.
 
-    Raises ValueError when that run would see other samples than the saved one, with what differs and both values, and
-    when `saved` is no position.
+    Raises:
+        ValueError: that run would see other samples than the saved one, with what differs and both values, or `saved`
+            is no position.
     """
     expected = Position.of(source, batch_size)
     if not isinstance(saved, Mapping) or set(saved) != set(expected.to_json()):

@@ -160,6 +160,9 @@ class BaseEmbeddingConfig:
 class EmbeddingBagConfig(BaseEmbeddingConfig):
     """A pooled table: each sample's ids of a feature become one row by `pooling` (SUM or MEAN).
 
+    Raises:
+        ValueError: another pooling, or as `BaseEmbeddingConfig`.
+
     Example:
         >>> table = EmbeddingBagConfig(num_embeddings=100, embedding_dim=8, name="item", feature_names=["clicked"])
         >>> table.pooling

@@ -25,6 +25,10 @@ class LookupPolicy:
     With `strict` a bad batch on CUDA raises in its own step, which waits for the device, instead of at the next one.
     With `index_in_forward` a lookup on CUDA sorts its ids for the update at once, on a stream beside the forward pass,
     instead of between the gradient and the update; the bits of the tables are the same.
+
+    Raises:
+        TypeError: a mode is of another class.
+        ValueError: another `output_dtype`.
     """
 
     bounds_check: BoundsCheckMode = BoundsCheckMode.FATAL

@@ -60,10 +60,10 @@ class PredictModule(nn.Module):
 
     @abstractmethod
     def predict_forward(self, batch: dict[str, Tensor]) -> Any:
-        """The model's result for a batch."""
+        """The model's result for a batch, whose tensors are of any shape that the model takes."""
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        """`predict_forward` on the device, in inference mode."""
+        """`predict_forward` on the device, in inference mode, of tensors of any shape that it takes."""
         if self._device is None:
             self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         if self._device.type == "cuda":

@@ -24,7 +24,7 @@ class HoldsQuantizedTables(Protocol):
 
 
 def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Payload and scales of every quantized table of a model, by table name.
+    """Payload uint8 [R, row_bytes] and scales [R, parts], or None, of every quantized table of a model, by its name.
 
     Raises:
         ValueError: two collections have tables of the same name.
@@ -42,7 +42,8 @@ def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, tuple[Tensor, T
 def assign_weights_to_tbe(model: nn.Module, table_to_weight: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
     """Copy rows into every quantized table of a model; tables on meta come to life where the rows are.
 
-    Tables of `table_to_weight` that the model does not have may be those of another model.
+    Payload uint8 [R, row_bytes] and scales [R, parts], None where there are none. Tables of `table_to_weight` that the
+    model does not have may be those of another model.
 
     Raises:
         KeyError: a table of the model is missing.

@@ -137,14 +137,19 @@ def _register(cls: Any, flatten: Any, unflatten: Any, fields: Sequence[str], dum
 def flatten_kjt_list(kjt_arr: list[KeyedJaggedTensor]) -> tuple[list[Tensor | None], list[_Structure]]:
     """All tensors of several batches in one list, and for each batch what they do not say.
 
-    The inverse is `unflatten_kjt_list`.
+    Of each values [N], weights [N], lengths, offsets and indices of the inverse, None where it has none. The inverse is
+    `unflatten_kjt_list`.
     """
     flat = [_flatten_kjt(kjt) for kjt in kjt_arr]
     return [leaf for leaves, _ in flat for leaf in leaves], [context for _, context in flat]
 
 
 def unflatten_kjt_list(values: list[Tensor | None], contexts: list[_Structure]) -> list[KeyedJaggedTensor]:
-    """The batches that `flatten_kjt_list` took apart. Raises ValueError where the numbers of tensors do not fit."""
+    """The batches that `flatten_kjt_list` took apart, from values [N], weights [N] and so on of each.
+
+    Raises:
+        ValueError: the numbers of tensors do not fit.
+    """
     each = len(_KEYED)
     if len(values) != each * len(contexts):
         raise ValueError(f"{len(contexts)} batches have {each * len(contexts)} tensors, got {len(values)}")

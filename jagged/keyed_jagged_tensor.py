@@ -81,7 +81,8 @@ class KeyedJaggedTensor(Keyed, Bags):
     that once, in one host sync, checks it against the number of values, and hands it on. What else a caller has
     computed before (`length_per_key`, `offset_per_key`, ...) is taken if it fits; a `jt_dict` is not needed.
 
-    Raises ValueError or TypeError, naming the keys, for shapes, dtypes and devices that do not fit together.
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices do not fit together; names the keys.
 
     Example:
         >>> batch = KeyedJaggedTensor(["user", "item"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1, 0]))
@@ -287,7 +288,8 @@ class KeyedJaggedTensor(Keyed, Bags):
     def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> KeyedJaggedTensor:
         """Copy the numbers of `kjt` in place; what is known on the host comes along.
 
-        Raises ValueError unless keys, shapes, and what tensors there are agree.
+        Raises:
+            ValueError: keys, shapes, or what tensors there are do not agree.
         """
         if self._strides.keys.names != kjt._strides.keys.names:
             own_names, other_names = names(self._strides.keys.names), names(kjt._strides.keys.names)
@@ -342,7 +344,8 @@ class KeyedJaggedTensor(Keyed, Bags):
     def inverse_indices(self) -> InverseIndices:
         """Keys and, for each, the sample of its own batch that each sample of the full batch is: [keys, full batch].
 
-        Raises ValueError if there are none.
+        Raises:
+            ValueError: there are none.
         """
         if self._inverse is None:
             raise RefusedValueError(
@@ -424,7 +427,8 @@ class KeyedJaggedTensor(Keyed, Bags):
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
         """Pieces of `segments[i]` consecutive keys each, as views; a piece of all keys is this object itself.
 
-        Raises ValueError unless the segments add up to the number of keys.
+        Raises:
+            ValueError: the segments do not add up to the number of keys.
         """
         keys, strides = self._strides.keys, self._strides
         count = len(keys.names)

@@ -28,7 +28,8 @@ class KeyedTensor(Keyed, Traceable, Pipelineable):
 
     `offset_per_key` and `index_per_key` follow from the others and are only compared with them.
 
-    Raises ValueError or TypeError unless keys are unique strings and the lengths add up to the size of `key_dim`.
+    Raises:
+        ValueError, TypeError: keys are no unique strings, or the lengths do not add up to the size of `key_dim`.
 
     Example:
         >>> pooled = KeyedTensor(["user", "item"], [1, 2], torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
@@ -141,8 +142,11 @@ class KeyedTensor(Keyed, Traceable, Pipelineable):
     def regroup(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
         """One tensor per group: the values of its keys side by side, in the order of the group.
 
-        Keys may be left out, and may be in several groups. Differentiable. Raises KeyError for an unknown key, and
-        ValueError for a key that several inputs have (which one is meant?) or inputs of different `key_dim`.
+        Keys may be left out, and may be in several groups. Differentiable.
+
+        Raises:
+            KeyError: a key is unknown.
+            ValueError: several inputs have a key (which one is meant?), or inputs are of different `key_dim`.
         """
         return _regroup(keyed_tensors, groups)
 
@@ -150,7 +154,11 @@ class KeyedTensor(Keyed, Traceable, Pipelineable):
     def regroup_as_dict(
         keyed_tensors: list[KeyedTensor], groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
-        """`regroup`, with a name for each group."""
+        """`regroup`, with a name for each group.
+
+        Raises:
+            KeyError, ValueError: as `regroup`; ValueError also unless there are as many groups as names.
+        """
         if len(groups) != len(keys):
             raise RefusedValueError(
                 f"Groups and keys should have same length: {len(groups)} groups but {len(keys)} keys {names(keys)}"
@@ -166,12 +174,12 @@ class KeyedTensor(Keyed, Traceable, Pipelineable):
 
 
 def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
-    """`KeyedTensor.regroup` as a function."""
+    """`KeyedTensor.regroup` as a function: a tensor [B, D] per group."""
     return KeyedTensor.regroup(keyed_tensors, groups)
 
 
 def permute_multi_embedding(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
-    """`KeyedTensor.regroup` under the name of the op that TorchRec runs for it."""
+    """`KeyedTensor.regroup` under the name of the op that TorchRec runs for it: a tensor [B, D] per group."""
     return KeyedTensor.regroup(keyed_tensors, groups)
 
 

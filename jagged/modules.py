@@ -54,7 +54,8 @@ class KTRegroupAsDict(OneNode, torch.nn.Module, CacheMixin):
     a torch dtype or a `DataType`, is what the outputs are cast to. There are no buffers that `multi_device` would have
     to move: it is taken for TorchRec's sake.
 
-    Raises ValueError unless there are as many groups as keys, or for an `emb_dtype` that no output can have.
+    Raises:
+        ValueError: there are not as many groups as keys, or no output can have that `emb_dtype`.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class KTRegroupAsDict(OneNode, torch.nn.Module, CacheMixin):
         self._plan: RegroupPlan | None = None
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
-        """One tensor per group: the values of its keys side by side."""
+        """One tensor [B, D] per group: the values of its keys side by side, D the sum of their lengths."""
         # looks that cost no call, as every step pays for them
         if isinstance(keyed_tensors, Proxy) or Proxy in map(type, keyed_tensors):
             return record_forward(KTRegroupAsDict.forward, self, keyed_tensors)  # type: ignore[no-any-return]
@@ -94,7 +95,7 @@ class KTRegroupAsDict(OneNode, torch.nn.Module, CacheMixin):
         return dict(zip(self._keys, grouped, strict=True))
 
     def embedding_cast(self, embs: list[Tensor]) -> list[Tensor]:
-        """The tensors in `emb_dtype`; as they are without one. A subclass may cast in another way."""
+        """The tensors, of any shape, in `emb_dtype`; as they are without one. A subclass may cast in another way."""
         return embs if self._dtype is None else [emb.to(self._dtype) for emb in embs]
 
     def clear_cache(self) -> None:

@@ -58,7 +58,10 @@ class CrossNet(nn.Module):
 
 
 class LowRankCrossNet(nn.Module):
-    """Cross layers whose matrix is a product of two thin ones, of rank `low_rank`; a quarter of N serves as well."""
+    """Cross layers whose matrix is a product of two thin ones: [B, N] -> [B, N], N = in_features.
+
+    They are of rank `low_rank`; a quarter of N serves as well.
+    """
 
     def __init__(self, in_features: int, num_layers: int, low_rank: int = 1) -> None:
         super().__init__()
@@ -75,7 +78,10 @@ class LowRankCrossNet(nn.Module):
 
 
 class VectorCrossNet(nn.Module):
-    """Cross layers with one vector each, the first form of the network; the bias is not multiplied by the input."""
+    """Cross layers with one vector each, the first form of the network: [B, in_features] -> [B, in_features].
+
+    The bias is not multiplied by the input.
+    """
 
     def __init__(self, in_features: int, num_layers: int) -> None:
         super().__init__()
@@ -93,7 +99,7 @@ class VectorCrossNet(nn.Module):
 class LowRankMixtureCrossNet(nn.Module):
     """Cross layers of several low-rank experts each, mixed by a gate that all layers share; one expert has no gate.
 
-    `activation` is g: a module or a function of one tensor.
+    [B, in_features] -> [B, in_features]. `activation` is g: a module or a function of one tensor.
     """
 
     def __init__(

@@ -31,6 +31,9 @@ class SparseArch(nn.Module):
     """Looks up and pools: features of B samples -> [B, F, D], in the order of the tables and of their features.
 
     All tables must have one embedding_dim. A feature that several tables serve counts once for each of them.
+
+    Raises:
+        ValueError: there are no tables, or they are of several dims.
     """
 
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
@@ -108,7 +111,11 @@ class InteractionArch(nn.Module):
 
 
 class OverArch(nn.Module):
-    """The top MLP: [B, in_features] -> [B, layer_sizes[-1]]; the last layer is linear. At least two layers."""
+    """The top MLP: [B, in_features] -> [B, layer_sizes[-1]]; the last layer is linear. At least two layers.
+
+    Raises:
+        ValueError: there are fewer layers.
+    """
 
     def __init__(self, in_features: int, layer_sizes: Sequence[int], device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -131,6 +138,9 @@ class DLRM(nn.Module):
 
     The last of `dense_arch_layer_sizes` must equal the tables' embedding_dim. `dense_device` places all layers but the
     tables, which stay where `embedding_bag_collection` has them.
+
+    Raises:
+        ValueError: the last of `dense_arch_layer_sizes` is another.
 
     Example:
         >>> tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])

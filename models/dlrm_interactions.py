@@ -98,7 +98,11 @@ class DLRM_DCN(DLRM):
 
 
 class DLRM_Projection(DLRM):
-    """DLRM whose interactions are products of two projections; the last size of each must be a multiple of D."""
+    """DLRM whose interactions are products of two projections; the last size of each must be a multiple of D.
+
+    Raises:
+        ValueError: it is none, or as `DLRM`.
+    """
 
     def __init__(
         self,

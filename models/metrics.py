@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def log_loss(logits: Tensor, labels: Tensor) -> float:
-    """Mean binary cross-entropy in nats."""
+    """Mean binary cross-entropy in nats, of logits [N] and labels [N] of 0 and 1; nan without samples."""
     _check(logits, labels)
     # one number per evaluation is what the caller wants: a host sync
     return float(F.binary_cross_entropy_with_logits(logits.double(), labels.double()))
@@ -23,7 +23,8 @@ def log_loss(logits: Tensor, labels: Tensor) -> float:
 def normalized_entropy(logits: Tensor, labels: Tensor) -> float:
     """Cross-entropy over the entropy of the mean label: 1 is what predicting that mean scores, lower is better.
 
-    He et al., "Practical Lessons from Predicting Clicks on Ads at Facebook", ADKDD 2014, equation 1.
+    Of logits [N] and labels [N] of 0 and 1; nan where labels are of one kind only. He et al., "Practical Lessons from
+    Predicting Clicks on Ads at Facebook", ADKDD 2014, equation 1.
     """
     _check(logits, labels)
     mean = float(labels.double().mean())
@@ -33,7 +34,10 @@ def normalized_entropy(logits: Tensor, labels: Tensor) -> float:
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """The chance that a positive scores above a negative, ties counting half (Mann-Whitney U over all pairs), exact."""
+    """The chance that a positive scores above a negative, ties counting half (Mann-Whitney U over all pairs), exact.
+
+    Of scores [N] and labels [N] of 0 and 1; nan where labels are of one kind only, or a score is nan.
+    """
     _check(scores, labels)
     _, tie, count = torch.unique(scores, return_inverse=True, return_counts=True)
     positive = labels.double()

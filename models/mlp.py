@@ -19,7 +19,8 @@ from torch import Tensor, nn
 class SwishLayerNorm(nn.Module):
     """`x * sigmoid(LayerNorm(x))`: the gate is the sigmoid of the normalised input, not SiLU of it.
 
-    `input_dims` is the shape of the trailing dimensions to normalise. State keys are `norm.0.weight` and `norm.0.bias`.
+    [..., *input_dims] -> the same shape: `input_dims` are the trailing dimensions to normalise. State keys are
+    `norm.0.weight` and `norm.0.bias`.
     """
 
     def __init__(self, input_dims: int | list[int] | torch.Size, device: torch.device | str | None = None) -> None:
@@ -46,6 +47,9 @@ class Perceptron(nn.Module):
     """One linear layer and its activation: `activation(x W^T + b)`, [..., in_size] -> [..., out_size].
 
     `activation` is a module or a function of one tensor.
+
+    Raises:
+        ValueError: a size is not positive.
     """
 
     def __init__(
@@ -70,11 +74,14 @@ class Perceptron(nn.Module):
 
 
 class MLP(nn.Module):
-    """A stack of Perceptrons of widths `layer_sizes`; no layers is the identity.
+    """A stack of Perceptrons of `layer_sizes`, [..., in_size] -> [..., layer_sizes[-1]]; no layers is the identity.
 
     `activation` is "relu", "sigmoid" or "swish_layernorm", a function of one tensor, a module, which all layers then
     share, or a class or function without arguments that makes a module, called once a layer. It follows the last layer
-    too, unless `activation_on_last` is False. An unknown name is a ValueError.
+    too, unless `activation_on_last` is False.
+
+    Raises:
+        ValueError: a name is unknown, a size is not positive, or a factory makes no module.
     """
 
     def __init__(

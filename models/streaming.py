@@ -265,7 +265,7 @@ class StreamingNE(StreamingMetric):
         super().__init__(4 * _EXPONENTS * 2, device)
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Add a batch.
+        """Add a batch: logits, labels of 0 and 1, and weights of one shape, [N] say.
 
         Raises:
             ValueError: shapes or devices differ.

@@ -76,7 +76,11 @@ class BehindFixedMaps(BehindMaps[OutT, KeyedJaggedTensor]):
 def require_tables_of_maps(
     who: str, configs: Sequence[BaseEmbeddingConfig], maps: ManagedCollisionCollection, facts: Sequence[str]
 ) -> None:
-    """ValueError unless a collection and its maps have the same tables, by these attributes of their configs."""
+    """Nothing, if a collection and its maps have the same tables, by these attributes of their configs.
+
+    Raises:
+        ValueError: they have not, or in another order, where tables share features.
+    """
     own, theirs = (
         {config.name: tuple(getattr(config, fact) for fact in facts) for config in of}
         for of in (configs, maps.embedding_configs())

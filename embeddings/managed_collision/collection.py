@@ -128,11 +128,11 @@ class ManagedCollisionCollection(OneNode, NotScriptable, nn.Module):
         )
 
     def evict(self) -> dict[str, Tensor | None]:
-        """Slots whose rows are to begin anew, by table; None where there can be none."""
+        """Slots [n] whose rows are to begin anew, by table; None where there can be none."""
         return {table: module.evict() for table, module in self.modules_by_table().items()}
 
     def open_slots(self) -> dict[str, Tensor]:
-        """How many slots no id has yet, by table."""
+        """How many slots no id has yet, [1], by table."""
         return {table: module.open_slots() for table, module in self.modules_by_table().items()}
 
 

@@ -281,7 +281,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
     def remap(
         self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True, write_weights: Tensor | None = None
     ) -> dict[str, JaggedTensor]:
-        """Slots in the place of ids; the last slot for those that have none."""
+        """Slots in the place of ids, the last for those that have none. `write_weights`, of any shape, are unused."""
         self._fill()
         return {name: _with_values(feature, self._slots(feature.values())) for name, feature in features.items()}
 

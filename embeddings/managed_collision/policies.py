@@ -68,7 +68,11 @@ class MCHEvictionPolicy(ABC):
         additional_ids: Tensor | None = None,
         threshold_mask: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """From numbers of the ids as they came to numbers of distinct ids that pass `threshold_mask`, ascending."""
+        """From numbers of the ids as they came to numbers of distinct ids that pass `threshold_mask`, ascending.
+
+        Shapes: numbers [N] of ids as they came, counts [U] of distinct ids, the place of each id among them [N + A],
+        ids that are added [A], mask [U]; returns [U], or as many as pass.
+        """
 
     @abstractmethod
     def update_metadata_and_generate_eviction_scores(
@@ -222,7 +226,7 @@ class DistanceLFU_EvictionPolicy(_ScoringPolicy):  # noqa: N801
 
 @torch.no_grad()
 def dynamic_threshold_filter(id_counts: Tensor, threshold_skew_multiplier: float = 10.0) -> tuple[Tensor, Tensor]:
-    """Ids that came more than `threshold_skew_multiplier` times as often as the average id."""
+    """Which ids [U] came over `threshold_skew_multiplier` times as often as the average, and that threshold (0-dim)."""
     share = 1 / max(id_counts.numel(), 1)
     threshold = share * threshold_skew_multiplier * id_counts.sum()
     return id_counts > threshold, threshold
@@ -230,7 +234,7 @@ def dynamic_threshold_filter(id_counts: Tensor, threshold_skew_multiplier: float
 
 @torch.no_grad()
 def average_threshold_filter(id_counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids that came more often than the average id."""
+    """Which ids [U] came more often than the average id, and that average (0-dim)."""
     counts = id_counts.float()
     threshold = counts.mean()
     return counts > threshold, threshold
@@ -238,7 +242,7 @@ def average_threshold_filter(id_counts: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def probabilistic_threshold_filter(id_counts: Tensor, per_id_probability: float = 0.01) -> tuple[Tensor, Tensor]:
-    """Each occurrence of an id has `per_id_probability` to let it pass, drawn from torch's global generator.
+    """Each occurrence of an id [U] has `per_id_probability` to let it pass, drawn from torch's global generator.
 
     An id that came n times passes with probability 1 - (1 - p)^n: 63 % for n = 100 and p = 0.01.
     """

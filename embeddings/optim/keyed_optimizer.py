@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 
 class KeyedOptimizer(torch.optim.Optimizer):
-    """An optimizer over named parameters; `state_dict` is keyed by those names instead of by numbers.
+    """An optimizer over named `params` of any shape; `state_dict` is keyed by those names instead of by numbers.
 
     Groups are dicts whose "params" may be in any spelling that torch.optim takes: tensors in a list or a tuple, or one
     after another, pairs (name, tensor), or one tensor.
@@ -181,9 +181,12 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
-    """An ordinary optimizer over named parameters: `optim_factory` gets the list of them.
+    """An ordinary optimizer over named `params` of any shape: `optim_factory` gets the list of them.
 
     With `pass_params_dict` it gets the dict itself.
+
+    Raises:
+        TypeError: `params` is no mapping.
 
     Example: `KeyedOptimizerWrapper(dict(model.named_parameters()), lambda params: torch.optim.SGD(params, lr=0.1))`.
     """
@@ -272,7 +275,7 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @property
     def params(self) -> Mapping[str, Tensor]:  # type: ignore[override]
-        """Parameters of all optimizers by prefixed names."""
+        """Parameters of all optimizers, of any shape, by prefixed names."""
         return {
             self.prepend_opt_key(name, prefix): param
             for prefix, optimizer in self._optims
@@ -388,7 +391,7 @@ class OptimizerWrapper(KeyedOptimizer):
 
     @property
     def params(self) -> Mapping[str, Tensor]:  # type: ignore[override]
-        """Parameters by name."""
+        """Parameters, of any shape, by name."""
         return self._optimizer.params
 
     @property

@@ -275,7 +275,7 @@ def mark_optimizer(
 
 
 def optimizer_of(param: Tensor) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """The optimizer class and arguments that mark `param`, set by this module or by torch's own function.
+    """The optimizer class and arguments that mark `param`, of any shape, set by this module or by torch's own function.
 
     Raises:
         ValueError: more than one optimizer marks it.

@@ -83,7 +83,7 @@ class SemisyncOptimizer(KeyedOptimizer):
 
     @property
     def params(self) -> Mapping[str, Tensor]:  # type: ignore[override]
-        """Parameters of both optimizers by name, and the counts of steps by theirs."""
+        """Parameters of both optimizers, of any shape, by name, and the counts of steps by theirs."""
         return {**self._optimizer.params, **self._global_optimizer.params, **self._counts}
 
     @property

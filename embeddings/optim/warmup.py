@@ -45,8 +45,8 @@ class WarmupPolicy(Enum):
 class WarmupStage:
     """A stage of the schedule, which lasts through iteration `max_iters`, counted from the first step of all.
 
-    `decay_iters` belongs to POLY (`max_iters` unless positive) and STEP (1 unless positive), `sgdr_period` to the
-    cosine, `start_interpolating_iters` and `end_value` to INTERPOLATE.
+    `decay_iters` belongs to POLY (`max_iters` unless positive) and STEP (1 unless positive), `sgdr_period`, which is in
+    iterations too, to the cosine, `start_interpolating_iters` and `end_value` to INTERPOLATE.
     """
 
     policy: WarmupPolicy = WarmupPolicy.LINEAR

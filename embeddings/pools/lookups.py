@@ -36,12 +36,12 @@ class TensorPoolLookup(nn.Module, abc.ABC):
         """Overwrite the rows of `ids` [n] by `values` [n, dim]."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """`lookup(ids)`."""
+        """`lookup(ids)`: rows [n, dim] of ids [n]."""
         return self.lookup(ids)
 
     @abc.abstractmethod
     def states_to_register(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of what is to be saved."""
+        """Name and tensor, [pool_size, ...], of what is to be saved."""
 
     @abc.abstractmethod
     def set_state(self, loaded_values: Tensor) -> None:
@@ -75,7 +75,7 @@ class TensorLookup(TensorPoolLookup):
         self._pool.copy_(loaded_values)
 
     def states_to_register(self) -> Iterator[tuple[str, Tensor]]:
-        """The rows, as "_pool"."""
+        """The rows [pool_size, dim], as "_pool"."""
         yield "_pool", self._pool
 
 
@@ -98,12 +98,12 @@ class KeyedJaggedTensorPoolLookup(nn.Module, abc.ABC):
         """Overwrite the rows of `ids` [n] by n x features bags."""
 
     def forward(self, ids: Tensor) -> JaggedTensor:
-        """`lookup(ids)`."""
+        """`lookup(ids)` of ids [n]."""
         return self.lookup(ids)
 
     @abc.abstractmethod
     def states_to_register(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of what is to be saved."""
+        """Name and tensor, [pool_size, ...], of what is to be saved."""
 
 
 class TensorJaggedIndexSelectLookup(KeyedJaggedTensorPoolLookup):
@@ -143,7 +143,10 @@ class TensorJaggedIndexSelectLookup(KeyedJaggedTensorPoolLookup):
         write_padded(self.rows, ids, RaggedRows(lengths, values.values(), values.weights_or_none()))
 
     def states_to_register(self) -> Iterator[tuple[str, Tensor]]:
-        """Values and lengths, and weights where there are some, by their names in a pool's state dict."""
+        """Values and lengths, and weights where there are some, by their names in a pool's state dict.
+
+        Each [pool_size, ...]: values and weights by the sum of the features' longest lengths, lengths by features.
+        """
         yield "values", self._values
         yield "key_lengths", self._key_lengths
         if self._is_weighted:

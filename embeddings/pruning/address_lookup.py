@@ -19,7 +19,7 @@ DECAY = 0.98
 
 
 def prunes_at(iteration: int, interval: int) -> bool:
-    """Whether rows change hands before the batch of an iteration, from 0: often at first, then every `interval`."""
+    """Whether rows change hands before the batch of an iteration, from 0: often first, then each `interval` of them."""
     after = iteration + 1
     return (
         (iteration < 10 and after % 3 == 0)
@@ -62,7 +62,8 @@ def prune_rows(
 
     Utilizations decay, and a sample of them gives the threshold above which as many ids lie as there are rows. Ids
     below it that have a row lose it, in their order, to those above that have none, in theirs; where one side has
-    more, these stay as they are. A table of fewer than 23 ids is sampled whole.
+    more, these stay as they are. A table of fewer than 23 ids is sampled whole. Iterations are
+    batches, and so is `interval`.
     """
     if iteration > interval:
         utilization.mul_(DECAY)
@@ -94,7 +95,7 @@ def _threshold(utilization: Tensor, rows: int, iteration: int) -> Tensor:
 
 
 def check_addresses(what: str, addresses: Tensor, first_row: int, rows: int) -> None:
-    """Raise unless each id has a row of [first_row, first_row + rows), and no two share one but the first.
+    """Raise unless addresses [ids] are rows of first_row to first_row + rows, and no two ids share one but the first.
 
     Raises:
         ValueError: some do: they are those of another plan, or of another table.

@@ -77,7 +77,11 @@ def tell_what_does_nothing(who: str, *, register_tbes: bool, row_alignment: int)
 
 
 class QuantizedCollection(TableModule):
-    """Tables grouped by format; the part of the pooled and the sequence collection that both have."""
+    """Tables grouped by format; the part of the pooled and the sequence collection that both have.
+
+    Raises:
+        ValueError: another `output_dtype`.
+    """
 
     # what `repr` calls it
     _shown_name: str

@@ -197,7 +197,7 @@ TableWeights: TypeAlias = tuple[Tensor, Tensor | None]
 def quantized_rows(
     name: str, rows: Tensor, format: str, scale_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Payload and scales of a table's float rows; on meta as empty as those.
+    """Payload uint8 [R, row_bytes] and scales [R, parts] of a table's float rows [R, D]; on meta as empty as those.
 
     Raises:
         ValueError: a row is not finite, or the format cannot hold it; names the table and the row.

@@ -151,8 +151,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def load_torchrec_state_dict(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """Fill a model and the quantized collections in it, or such a collection, from a quantized TorchRec model's state.
 
-    The tables' formats must be those that they were quantized to. All tables are checked before anything is loaded;
-    other entries are loaded as `nn.Module.load_state_dict` does.
+    A table's rows are uint8 [R, width]; their formats must be those that they were quantized to. All tables are checked
+    before anything is loaded; other entries are loaded as `nn.Module.load_state_dict` does.
 
     Raises:
         ValueError: a table is missing, or its rows are of another number, width or dtype.
@@ -181,7 +181,7 @@ def torchrec_state_dict(
     row_alignment: int = 16,
     wrap: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """The state of a model as TorchRec's quantized modules have it, for their `load_state_dict`.
+    """The state of a model as TorchRec's quantized modules have it, for their `load_state_dict`: rows uint8 [R, width].
 
     `split_scale_bias` and `row_alignment` as the receiving model was prepared. TorchRec's int4 and int2 tables take
     nothing but its own tensor classes: `wrap={"int4": UInt4Tensor, "int2": UInt2Tensor}`, from `torchrec.tensor_types`.

@@ -137,7 +137,7 @@ class ResidentRows:
         """Nothing is brought from elsewhere."""
 
     def resolve(self, ids: Tensor, offsets: Tensor, step: Tensor) -> tuple[Tensor, None]:
-        """The ids themselves."""
+        """The ids [N] themselves; arguments as `RowStore.resolve`."""
         return ids, None
 
     def release(self, lease: None) -> None:
@@ -249,7 +249,7 @@ class TableGroup:
 
         Args:
             flat: [elements], the tables one after another as they lie in the group's own buffer.
-            states: of the optimizer, fp32, each with a number for every row, or for every element, in the same order.
+            states: of the optimizer, fp32, each [rows] or [elements], in the same order.
 
         Raises:
             ValueError: another number of elements or states, or another dtype.
@@ -266,7 +266,7 @@ class TableGroup:
         self._place(device, fresh=False)
 
     def trained(self, frozen: Frozen | None = None) -> Tensor:
-        """The features of an update that leaves some tables alone: by default those that are frozen now."""
+        """The features [F, 8] of an update that leaves some tables alone: by default those that are frozen now."""
         frozen = self.frozen() if frozen is None else frozen
         if not any(frozen):
             return self.features
@@ -292,7 +292,8 @@ class TableGroup:
     ) -> None:
         """Hold the same tables with other numbers of slots from now on, in this memory or in new one.
 
-        The memory of before is not read; gradients that wait stay with the slots that they are of.
+        `flat` [elements] and `states`, each [rows] or [elements] fp32, as the buffers of the group. The memory of
+        before is not read; gradients that wait stay with the slots that they are of.
         """
         before, device = self.first_rows, self.device
         self._lay_out(tables)
@@ -527,7 +528,10 @@ class TableGroup:
         return laid_out(self.cuts, self.parameters) if self.parameters else self.flat
 
     def look_up(self, slots: Tensor, offsets: Tensor, per_id_weights: Tensor | None, pooling: str) -> Tensor:
-        """The rows of slots, pooled or, where `pooling` is "sequence", each by itself; no gradient."""
+        """The rows of slots, pooled [B, sum(dims)] or, where `pooling` is "sequence", each alone [N, dim]; no gradient.
+
+        Shapes: slots [N], offsets [F*B + 1], per_id_weights [N].
+        """
         dtype = self.policy.output_dtype
         if pooling == "sequence":
             return sequence_lookup(
@@ -546,7 +550,7 @@ class TableGroup:
     def table_gradient(
         self, grad: Tensor, slots: Tensor, offsets: Tensor, per_id_weights: Tensor | None, pooling: str
     ) -> Tensor:
-        """The gradient of a lookup by its tables, laid out like the flat buffer; arguments as `update`'s."""
+        """The gradient [elements] of a lookup by its tables, laid out like the flat buffer; arguments as `update`'s."""
         return lookup_gradient(
             self.flat, grad, slots, offsets, per_id_weights, self.features, self.dims, self._segment_numbers, pooling
         )
@@ -579,10 +583,11 @@ class TableGroup:
         While the group accumulates, the gradient is added to those that wait for `apply_sums`, and no row changes.
 
         Args:
-            grad, per_id_weights, pooling: as `fused_update`.
-            slots, offsets: where the rows of the batch lie.
+            grad, per_id_weights, pooling: as `fused_update`: [B, sum(dims)], or [N, dim] of a sequence; [N].
+            slots: [N] where the rows of the batch lie.
+            offsets: [F*B + 1] where bags begin.
             frozen: tables that were left alone when they were looked up; those that are frozen now are too.
-            ids: what `slots` are of, where rows have slots.
+            ids: [N] what `slots` are of, where rows have slots.
             clips: whether `grad` is cut to the optimizer's `max_gradient`; False of one that is already.
             index: what the lookup made of the same batch ahead, if it did.
 
@@ -618,7 +623,7 @@ class TableGroup:
         )  # fmt: skip
 
     def resolve(self, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Any]:
-        """Slots of the ids of a batch, their rows in them, and the lease that holds these."""
+        """Slots [N] of a batch's ids [N] (offsets [F*B + 1]), their rows in them, and the lease that holds these."""
         slots, lease = self.store.resolve(ids, offsets, self.step)
         if self.lookahead is not None:
             self.lookahead.ready(lease)

@@ -64,7 +64,7 @@ class OptimizerSpec:
     seed: int = 0
 
     def hyper(self, device: torch.device) -> Tensor:
-        """The rule's hyper-parameters and the weight decay as the fp64 device tensor that kernels read; lr is first."""
+        """The rule's H hyper-parameters, lr first, and the weight decay, as kernels read them: [H + 1] fp64."""
         rule, given = rule_named(self.rule), {**dict(self.others), "lr": self.lr}
         numbers = [given.get(name, default) for name, default in rule.hyper.items()]
         return torch.tensor([*numbers, self.weight_decay], dtype=torch.float64, device=device)

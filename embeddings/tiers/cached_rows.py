@@ -189,7 +189,7 @@ class CachedRows:
     # ---- batches
 
     def announce(self, ids: Tensor, offsets: Tensor) -> AnnouncedBatch:
-        """As `LookaheadStore.announce`."""
+        """As `LookaheadStore.announce`: ids [N], offsets [F*B + 1]."""
         with self._turns.turn():
             announced = AnnouncedBatch(self.residency.announce_ids(ids, offsets, self._lookups()))
         # a pipeline that is dropped says nothing of the batches that it had under way
@@ -219,7 +219,7 @@ class CachedRows:
     def resolve(
         self, ids: Tensor, offsets: Tensor, step: Tensor, announced: AnnouncedBatch | None = None
     ) -> tuple[Tensor, CacheLease]:
-        """As `RowStore.resolve`; the rows are in their slots once `ready` was called.
+        """As `RowStore.resolve`: slots [N] of ids [N]; the rows are in their slots once `ready` was called.
 
         Raises:
             NoFreeSlots: leases hold too many slots.

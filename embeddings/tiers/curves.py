@@ -195,6 +195,6 @@ def sizes_between(least: int, most: int, count: int = 32) -> list[int]:
 
 
 def regret(hits: Sequence[int] | Tensor, best: Sequence[int] | Tensor, counted: int) -> list[float]:
-    """The share of rows that were misses and that Belady's rule would have had, at each size."""
+    """The share of rows that were misses and that Belady's rule would have had, at each size; hits and best [S]."""
     pairs = zip(torch.as_tensor(hits).tolist(), torch.as_tensor(best).tolist(), strict=True)
     return [(most - had) / max(1, counted) for had, most in pairs]

@@ -32,6 +32,7 @@ class FileRecords:
     Raises:
         BlockingIOError: another process has this name in this folder.
         OSError: the folder cannot be written, or its disk has less room than all rows need.
+        ValueError: another `how`.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class FileRecords:
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
     def read(self, rows: Tensor, out: Tensor) -> None:
-        """As `Backing` says.
+        """As `Backing` says: rows [n] into out [n, record_bytes] uint8.
 
         Raises:
             OSError: the disk fails, or the file is shorter than it was; names table, folder and way out.
@@ -68,7 +69,7 @@ class FileRecords:
             self._move(file, rows, out, read_file_rows, self._read_run, edges=False)
 
     def write(self, rows: Tensor, records: Tensor) -> None:
-        """As `Backing` says.
+        """As `Backing` says: records [n, record_bytes] uint8 of rows [n].
 
         Raises:
             OSError: the disk is full or fails; names table, folder and way out. Some of the rows may be written.

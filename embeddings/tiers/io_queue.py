@@ -26,7 +26,7 @@ class Job:
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until it has ended.
+        """Wait until it has ended, at most `timeout_s` seconds.
 
         Raises:
             TimeoutError: it has not after so many seconds.

@@ -21,12 +21,12 @@ Policy: TypeAlias = Callable[[Tensor, int], Tensor]
 
 
 def lru(scores: Tensor, batch: int) -> Tensor:
-    """Rows that were used longest ago go first."""
+    """Rows that were used longest ago go first: scores [n] -> scores [n]."""
     return torch.full_like(scores, batch)
 
 
 def lfu(scores: Tensor, batch: int) -> Tensor:
-    """Rows that were used least often since they came go first."""
+    """Rows that were used least often since they came go first: scores [n] -> scores [n]."""
     return scores + 1
 
 
@@ -65,7 +65,7 @@ def scoring_of(policy: Policy, batch: int, base: int) -> tuple[Scoring, int | No
 
 
 def policy_named(policy: str | Policy, half_life: int = 64) -> Policy:
-    """The policy of a name, or a function as it is.
+    """The policy of a name, or a function as it is; `half_life`, of "aged_lfu", is in batches.
 
     Raises:
         ValueError: there is no such policy.

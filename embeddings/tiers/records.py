@@ -41,5 +41,5 @@ class RecordLayout:
         return views
 
     def empty(self, count: int, *, pinned: bool = False) -> Tensor:
-        """Memory for so many records, whose unused bytes are zeros."""
+        """Memory for so many records, uint8 [count, bytes], whose unused bytes are zeros."""
         return torch.zeros(count, self.bytes, dtype=torch.uint8, pin_memory=pinned)

@@ -88,7 +88,7 @@ def chunks_of(store: CachedRows, table: int, first: int, last: int) -> Iterator[
 
 
 def parts_of(group: TableGroup, table: int) -> Sequence[Tensor | RowPart]:
-    """Weights and optimizer states of a table: views where all rows are on the device."""
+    """Weights [R, D] and optimizer states, [R] or [R, D], of a table: views where all rows are on the device."""
     if group.is_away and isinstance(group.store, CachedRows):
         return [RowPart(group.store, table, part) for part in range(len(group.store.layouts[table].widths))]
     states = [view for name, view in group.state_views(table).items() if name != "step"]

@@ -37,6 +37,9 @@ class CacheSetting:
         half_life: of "aged_lfu", in batches.
         ahead: batches whose rows are known before they come, W.
         prefetch: batches whose rows come while earlier ones are held; 0 is a plain loop.
+
+    Raises:
+        ValueError: a number is out of its range; names it.
     """
 
     rows: int
@@ -125,7 +128,7 @@ class Simulation:
         self._leases: deque[Lease] = deque()
 
     def add(self, rows: Tensor, *others: Tensor) -> None:
-        """The next batch of the trace: distinct rows of each table, ascending."""
+        """The next batch of the trace: distinct rows [n] of each table, ascending."""
         every = [r + span.first_row for r, span in zip((rows, *others), self.residency.tables, strict=True)]
         together = torch.cat(every) if others else rows
         announced = self.residency.announce(together) if self.setting.ahead else None
@@ -197,7 +200,7 @@ class Simulation:
 
 
 def rows_of_shard(rows: Tensor, begin: int, end: int) -> Tensor:
-    """Those of a batch's rows, ascending, that lie in the rows [begin, end) of a shard, counted from its first."""
+    """Those [m] of a batch's rows [n], ascending, that are `begin` to `end` of a shard, counted from its first."""
     first, beyond = (int(n) for n in torch.searchsorted(rows, torch.tensor([begin, end])))
     return rows[first:beyond] - begin
 

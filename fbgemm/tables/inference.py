@@ -51,13 +51,13 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         embedding_specs: (feature names, rows, dim, SparseType, EmbeddingLocation) of each table: HOST on a CPU, DEVICE
             on a GPU. Caches over host memory are not served.
         feature_table_map: the table of each feature; by default feature t looks up table t.
-        index_remapping: of each table the row of every id, -1 for ids that were pruned, or None of a table that is not.
+        index_remapping: of each table the row of every id, [ids], -1 for ids that were pruned; None of one that is not.
         pooling_mode: how a bag becomes a row; with NONE every id has its own.
         device: of buffers and outputs; by default the current GPU.
         bounds_check_mode: what becomes of ids outside their table: FATAL raises (on CUDA the device asserts), WARNING
             and IGNORE look row 0 up, NONE leaves them to the lookup, which raises on a CPU and counts them as none on
             CUDA.
-        weight_lists: rows and scales of each table, as `assign_embedding_weights` takes them.
+        weight_lists: rows [R, bytes] and scales of each table, as `assign_embedding_weights` takes them.
         pruning_hash_load_factor: without effect, see `use_array_for_index_remapping`.
         use_array_for_index_remapping: False leaves remappings out of the state dict.
         output_dtype: FP32, FP16, BF16, or INT8: bytes with scales among them.
@@ -281,7 +281,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         return inference_ids.remap_ids(indices, offsets, array, begins, self._table_of)
 
     def prefetch(self, indices: Tensor, offsets: Tensor) -> None:
-        """Nothing, as there is no cache."""
+        """Nothing, as there is no cache; indices [N], offsets [T*B + 1]."""
 
     def reset_cache_states(self) -> None:
         """Nothing, as there is no cache."""
@@ -361,7 +361,10 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         return buffer.detach()[begin : begin + rows * width].view(rows, width)
 
     def split_embedding_weights(self, split_scale_shifts: bool = True) -> list[tuple[Tensor, Tensor | None]]:
-        """Of each table views of its numbers, and of its scales and biases; or with False of whole rows, and None."""
+        """Of each table views of its numbers, and of its scales and biases; or with False of whole rows, and None.
+
+        All are uint8: numbers or rows [R, bytes], scales with biases [R, 4].
+        """
         splits = self.split_embedding_weights_with_scale_bias(1 if split_scale_shifts else 0)
         return [(weights, scales) for weights, scales, _ in splits]
 
@@ -372,7 +375,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             weights.copy_(torch.randint(0, 255, weights.shape, dtype=torch.uint8, device=weights.device))
 
     def assign_embedding_weights(self, q_weight_list: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """Copy numbers, and scales with biases, into the tables: what `split_embedding_weights` gives.
+        """Copy numbers [R, bytes], and scales with biases [R, 4], into the tables, as `split_embedding_weights` gives.
 
         Raises:
             ValueError: there are more or fewer tables, or one has scales that should not, or the other way round, or
@@ -424,7 +427,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         pruning_hash_load_factor: float = 0.5,
         use_array_for_index_remapping: bool = True,
     ) -> None:
-        """Prune tables, as `set_index_remappings_array`; without an array the remapping is in no state dict.
+        """Prune tables by remappings [ids], as `set_index_remappings_array`; without an array no state dict has them.
 
         Raises:
             ValueError: there is not one remapping, or None, for each table.

@@ -58,7 +58,7 @@ def to_device(t: Deviceable, use_cpu: bool) -> Deviceable:
 
 
 def tensor_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device; of one on meta an empty one there."""
+    """A tensor of any shape on a device; of one on meta an empty one there."""
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
 

@@ -70,7 +70,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
             tables have to be equal).
         stochastic_rounding: whether rows of FP16 and BF16 are rounded up or down by chance.
         gradient_clipping, max_gradient: cut the gradient of the output to +-`max_gradient`.
-        learning_rate, eps, momentum, eta, beta1, beta2: of the optimizer.
+        learning_rate, eps, momentum, eta, beta1, beta2: of the optimizer; the first may be a tensor [1] or 0-dim.
         weight_decay: taken from the row by itself (Adam), part of the step (LAMB, LARS), by `weight_decay_mode`
             (rowwise Adagrad); others have none and warn, as does rowwise Adagrad with mode NONE.
         weight_decay_mode: NONE, L2 or DECOUPLE.
@@ -82,7 +82,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
         embedding_table_index_type, embedding_table_offset_type, embedding_shard_info, res_params: change nothing here.
         max_norm, counter_based_regularization, cowclip_regularization: refused where they ask for something.
         uvm_non_rowwise_momentum, stats_reporter_config, optimizer_state_dtypes, extra_optimizer_config: the same.
-        tbe_input_multiplexer_config, enable_raw_embedding_streaming, is_qr_tbe, preallocated_host_buffers: the same.
+        tbe_input_multiplexer_config, enable_raw_embedding_streaming, is_qr_tbe: the same.
+        preallocated_host_buffers: the same; buffers of any shape.
 
     Raises:
         ValueError: an argument is not served, or the tables do not fit it; names it.
@@ -307,8 +308,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
             per_sample_weights: [N] by which rows are scaled; it has a gradient. Nothing is scaled without pooling.
             feature_requires_grad: [T] of which features the weights have one; of all by default.
             batch_size_per_feature_per_rank: `[T][R]`; the output is then one vector, the rows of rank after rank.
-            total_unique_indices, hash_zch_identities, hash_zch_runtime_meta: nothing here needs them.
-            vbe_output, vbe_output_offsets: have to be None.
+            total_unique_indices, hash_zch_identities, hash_zch_runtime_meta: of any shape; nothing here needs them.
+            vbe_output, vbe_output_offsets: have to be None: no tensor, of any shape, is taken.
 
         Raises:
             IndexError, ValueError, TypeError: an index (FATAL), an offset, a size, a type or a device is bad; says
@@ -437,8 +438,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatched):
         With other optimizers nothing happens, as in FBGEMM. Waits for the device.
 
         Args:
-            pruned_indices: rows, list after list.
-            pruned_indices_offsets: where each list begins.
+            pruned_indices: [N] rows, list after list.
+            pruned_indices_offsets: [lists + 1] where each list begins.
             logical_table_ids, buffer_ids: [n] features, and which list each of them has.
 
         Raises:

@@ -68,6 +68,6 @@ class BatchedUnaryEmbeddingBag(nn.Module):
 
 
 def wrap_weight_to_parameter(weights: list[Tensor]) -> list[Tensor]:
-    """The same list, with each tensor as a parameter."""
+    """The same list, with each tensor, of any shape, as a parameter."""
     weights[:] = [each if isinstance(each, nn.Parameter) else nn.Parameter(each) for each in weights]
     return weights

@@ -214,7 +214,9 @@ def _blocks(dims: Sequence[int], batch: int, bounds: Sequence[int]) -> Iterator[
 
 
 def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: bool) -> bool:
-    """Whether `check_ids_ref` would find nothing wrong, by few passes over ids and offsets.
+    """Whether `check_ids_ref` would find nothing wrong, by few passes over ids [N] and offsets [F*B + 1].
+
+    Features are [F, 8].
 
     Raises:
         ValueError: the offsets do not divide among the features.
@@ -242,7 +244,7 @@ def ids_are_good(indices: Tensor, offsets: Tensor, features: Tensor, padded: boo
 
 
 def offsets_are_good(offsets: Tensor, ids: int, padded: bool) -> bool:
-    """Whether offsets go from 0 to the number of ids (with `padded`, at most to it) without a fall."""
+    """Whether offsets [n] go from 0 to the number of ids (with `padded`, at most to it) without a fall."""
     if offsets.shape[0] <= _FEW_OFFSETS:
         numbers: list[int] = offsets.tolist()
         end = numbers[-1]

@@ -15,21 +15,21 @@ from .. import numba_loops
 
 
 def read_file_rows(file: int, rows: Tensor, records: Tensor) -> int | None:
-    """Read rows of a file into records; gives how many of them, which is n unless the system did not give the next one
-    in one go. None where nothing was done, because there are no loops here.
+    """Read rows [n] of a file into records [n, record_bytes] uint8; gives how many of them, which is n unless the
+    system did not give the next one in one go. None where nothing was done, because there are no loops here.
     """
     loops = _loops()
     return None if loops is None else int(loops.read_file_rows(file, *_addresses(rows, records)))
 
 
 def write_file_rows(file: int, rows: Tensor, records: Tensor) -> int | None:
-    """Write records to rows of a file; the result as that of `read_file_rows`."""
+    """Write records [n, record_bytes] uint8 to rows [n] of a file; the result as that of `read_file_rows`."""
     loops = _loops()
     return None if loops is None else int(loops.write_file_rows(file, *_addresses(rows, records)))
 
 
 def ask_file_rows(file: int, rows: Tensor, record_bytes: int, *, edges: bool = False) -> None:
-    """Have the disk begin to read rows into the page cache, all at once; where it cannot be asked, nothing happens.
+    """Have the disk begin to read rows [n] into the page cache, all at once; where it cannot be asked, nothing happens.
 
     With `edges` only pages of which rows have a part, which the system reads when they are written.
     """

@@ -148,7 +148,7 @@ def block_bucketize(
         batch_sizes: [F] samples of each feature where they differ; they add up to len(lengths).
         bucketize_pos: return the place of each id in its bag before.
         sequence: return the permutation that brings rows of the new order back: `rows[unbucketize_permute]`.
-        keep_orig_idx: leave ids as they are; one bool, or one for each feature.
+        keep_orig_idx: leave ids as they are; one bool, or one for each feature [F].
         block_bucketize_pos: for each feature the K + 1 rows where its blocks begin and the last one ends, [0, ..., R].
             Blocks of uneven size; block_sizes then only says by 0 which features have raw ids.
         total_num_blocks: [F] blocks of each feature where a bucket owns several: multiples of K.

@@ -84,7 +84,7 @@ def jagged_dense_add(values: Tensor, offsets: Sequence[Tensor] | Tensor, dense: 
 def jagged_dense_add_jagged(values: Tensor, offsets: Sequence[Tensor] | Tensor, dense: Tensor) -> Tensor:
     """Each value plus what the dense tensor holds at its place; values that are cut off stay as they are.
 
-    Shapes: as in `jagged_dense_add`.
+    Shapes as in `jagged_dense_add`: values [N, ...], dense [B, M_1, ..., M_n, ...].
 
     Returns:
         A tensor like values; differentiable in values and dense.
@@ -103,7 +103,7 @@ def jagged_dense_add_jagged(values: Tensor, offsets: Sequence[Tensor] | Tensor, 
 def jagged_dense_mul(values: Tensor, offsets: Sequence[Tensor] | Tensor, dense: Tensor) -> Tensor:
     """Each value times what the dense tensor holds at its place; 0 for values that are cut off or in no bag.
 
-    Shapes: as in `jagged_dense_add`.
+    Shapes as in `jagged_dense_add`: values [N, ...], dense [B, M_1, ..., M_n, ...].
 
     Returns:
         A tensor like values; differentiable in values and dense.

@@ -26,7 +26,7 @@ Row = tuple[int, int, int, int, int, int]
 
 
 def regroup_apart(tensors: Sequence[Tensor], plan: RegroupPlan) -> list[Tensor]:
-    """`regroup`, whose outputs of no columns are views, which an op may not give."""
+    """`regroup` of tensors [B, D_i], whose outputs of no columns are views, which an op may not give."""
     outputs = regroup(tensors, plan)
     if all(plan.output_widths):
         return outputs

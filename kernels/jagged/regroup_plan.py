@@ -93,7 +93,8 @@ def _plan_regroup(
 def plan_pieces(widths: Sequence[int], pieces: Sequence[Sequence[Piece]]) -> RegroupPlan:
     """How `regroup` makes outputs of `pieces` (tensor, first column, columns) from tensors of `widths` columns.
 
-    Raises ValueError for a piece that is not inside its tensor.
+    Raises:
+        ValueError: a piece is not inside its tensor.
     """
     for output, listed in enumerate(pieces):
         for tensor, first, columns in listed:

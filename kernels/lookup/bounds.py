@@ -71,7 +71,7 @@ def new_guard(device: torch.device | str = "cpu") -> Tensor:
 
 
 def is_clean(guard: Tensor) -> bool:
-    """Whether a guard reports nothing; waits for a GPU."""
+    """Whether a guard [3] reports nothing; waits for a GPU."""
     return guard.tolist() == [OK] * 3
 
 
@@ -145,7 +145,10 @@ def _check_ids_kernel(  # type: ignore[no-untyped-def]
 
 
 def ids_pass(indices: Tensor, offsets: Tensor, features: Tensor, *, padded: bool = False) -> bool:
-    """Whether `check_ids` is known to find nothing, without an op and a guard; False says nothing. Reads on the CPU."""
+    """Whether `check_ids` is known to find nothing, without an op and a guard; False says nothing. Reads on the CPU.
+
+    Shapes: indices [N], offsets [F*B + 1], features [F, 8].
+    """
     if indices.dtype not in _INDEX or offsets.dtype not in _INDEX or not direct(indices, offsets, features):
         return False
     return ids_are_good(indices, offsets, features, padded)
@@ -189,7 +192,11 @@ def check_ids(
 
 
 def require_ids(what: str, tensor: Tensor) -> None:
-    """TypeError unless the ids or offsets are int32 or int64."""
+    """Nothing, if ids or offsets, of any shape, are int32 or int64.
+
+    Raises:
+        TypeError: they are not.
+    """
     if tensor.dtype not in _INDEX:
         raise TypeError(f"{what} must be int32 or int64, got {str(tensor.dtype).removeprefix('torch.')}")
 
@@ -240,7 +247,8 @@ def raise_from_guard(
 ) -> None:
     """Turn what `guard` holds into an exception and reset it; `fatal=False` warns about ids instead.
 
-    `numbers` is what it holds, where that was read already.
+    `numbers` is what it holds, where that was read already. Shapes as in `check_ids`: guard [3], indices [N], offsets
+    [F*B + 1], features [F, 8].
 
     Raises:
         IndexError, ValueError: as `check_ids` describes.

@@ -63,7 +63,7 @@ def _check_gradient(grad: Tensor, guard: Tensor) -> None:
 
 
 def describe_gradient(element: int, grad: Tensor, dims: Sequence[int], names: Sequence[str]) -> str:
-    """Feature, table, sample and value of an element of a pooled gradient, or position and value, for people."""
+    """Feature, table, sample and value of an element of a pooled gradient [B, D], or position and value, for people."""
     row, column = divmod(element, grad.shape[1])
     value = float(grad[row, column])
     if sum(dims) != grad.shape[1]:
@@ -76,7 +76,7 @@ def describe_gradient(element: int, grad: Tensor, dims: Sequence[int], names: Se
 
 
 def describe_weight(position: int, per_id_weights: Tensor, offsets: Tensor, names: Sequence[str]) -> str:
-    """Feature, table, sample and value of the per-id weight at `position`, for people."""
+    """Feature, table, sample and value of the per-id weight [N] at `position`, for people; offsets [F*B + 1]."""
     bag = int(torch.searchsorted(offsets[1:].contiguous(), position, right=True))
     f, sample = divmod(bag, batch_size(offsets, len(names)))
     return f"{names[f]}, sample {sample}: the weight of an id is {float(per_id_weights[position])}"

@@ -168,19 +168,19 @@ def _share_exponents_kernel(  # type: ignore[no-untyped-def]
 
 
 def float_to_bfloat16(x: Tensor) -> Tensor:
-    """fp32 numbers in bf16, of two that are as near the one farther from zero."""
+    """fp32 numbers of any shape in bf16, of two that are as near the one farther from zero."""
     return torch.ops.shardwise.float_to_bfloat16(x) if runs_kernel(x) else float_to_bfloat16_ref(x)
 
 
 def to_float8(x: Tensor, ebits: int, bias: int, max_pos: float) -> Tensor:
-    """fp32 numbers as 8-bit floats, to nearest even; what is beyond `max_pos`, and NaN, becomes it."""
+    """fp32 numbers of any shape as 8-bit floats, to nearest even; what is beyond `max_pos`, and NaN, becomes it."""
     if runs_kernel(x):
         return torch.ops.shardwise.to_float8(x, ebits, bias, max_pos)  # type: ignore[no-any-return]
     return to_float8_ref(x, ebits, bias, max_pos)
 
 
 def from_float8(codes: Tensor, ebits: int, bias: int) -> Tensor:
-    """The fp32 values of 8-bit floats."""
+    """The fp32 values of 8-bit floats of any shape."""
     if runs_kernel(codes):
         return torch.ops.shardwise.from_float8(codes, ebits, bias)  # type: ignore[no-any-return]
     return from_float8_ref(codes, ebits, bias)

@@ -63,7 +63,7 @@ def _record_layout(rows: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype,
 
 
 def layout_of(parts: Sequence[Tensor]) -> RecordLayout:
-    """The record of a row of these parts."""
+    """The record of a row of these parts, [R, ...] each."""
     return record_layout([part.shape[1:] for part in parts], [part.dtype for part in parts])
 
 

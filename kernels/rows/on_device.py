@@ -40,18 +40,18 @@ class Marks:
         self._counters = [_counters(tables, chunk_count(self.bits.shape[0]), device) for _ in range(2)]
 
     def counters(self) -> tuple[Counters, Tensor]:
-        """Zeros to count in, and what has to be zeros when the next batch comes."""
+        """Zeros to count in, and what has to be zeros when the next batch comes, 1-D as `Counters.whole`: [n]."""
         self._counters.reverse()
         spare, now = self._counters
         return now, spare.whole
 
     def zeros(self, counts: int) -> tuple[Tensor, Tensor]:
-        """So many counts, and tallies of the bits."""
+        """So many counts [counts], and tallies of the bits [chunks], int64."""
         both = torch.zeros(counts + chunk_count(self.bits.shape[0]), dtype=torch.int64, device=self.bits.device)
         return both[:counts], both[counts:]
 
     def gain(self, scoring: Scoring) -> Tensor:
-        """The scoring's, on the device."""
+        """The scoring's [d], on the device."""
         if scoring.gain is not self._gain[0]:
             assert scoring.gain is not None
             # host sync on CUDA: once
@@ -128,7 +128,7 @@ def find_wanted(state: SlotTables, marks: Marks, ids: Tensor, offsets: Tensor, l
 def count_wanted(
     state: SlotTables, marks: Marks, ids: Tensor, offsets: Tensor, lookups: Lookups
 ) -> tuple[list[int], list[int]]:
-    """For each table the distinct rows of a batch, and the slots that would do: its, and those that are held."""
+    """For each table the distinct rows of ids [N] (offsets [F*B + 1]), and slots that would do: its, and those held."""
     counts = _look(state, marks, ids, offsets, lookups)
     taken = ((state.held > 0) | (marks.used == marks.turn)).long().cumsum(0)
     taken = torch.cat([taken.new_zeros(1), taken])[state.slot_borders].diff()

@@ -61,15 +61,15 @@ class SlotTables(NamedTuple):
 
 
 class Lookups(NamedTuple):
-    """Features of a lookup: as `pack_features` lays them out by the numbers of rows, the first slot and the place of
-    each one's table."""
+    """Features [F, 8] of a lookup: as `pack_features` lays them out by the numbers of rows, the first slot [F] and the
+    place [F] of each one's table."""
 
     features: Tensor  # [F, 8]
     first_slots: Tensor  # [F]
     tables: Tensor  # [F]
 
     def samples(self, offsets: Tensor) -> int:
-        """Bags of each feature."""
+        """Bags B of each feature, of offsets [F*B + 1]."""
         return (offsets.shape[0] - 1) // max(self.features.shape[0], 1)
 
 
@@ -100,7 +100,10 @@ class Scratch:
 
 
 class Scoring(NamedTuple):
-    """How a batch scores slots: a policy of ours by its number, or 0; keys are scores above `base`."""
+    """How a batch scores slots: a policy of ours by its number, or 0; keys are scores above `base`.
+
+    `half_life` is in batches, `gain` int32 [d] of a half-life's parts.
+    """
 
     kind: int
     batch: int

@@ -29,7 +29,8 @@ def update_index(
 ) -> list[Tensor]:
     """The `index` that `fused_update` of a batch takes, made before there is a gradient; arguments as there.
 
-    `hashed` where rows will be rounded stochastically. Nothing where the update makes none: on a CPU.
+    Shapes: indices, per_id_weights and ids [N], offsets [F*B + 1], features [F, 8]. `hashed` where rows will be rounded
+    stochastically. Nothing where the update makes none: on a CPU.
     """
     columns = dims[0] if pooling == "sequence" else sum(dims)
     return torch.ops.shardwise.update_index(  # type: ignore[no-any-return]

@@ -360,7 +360,11 @@ def lookup_gradient(
     segments: list[int],
     pooling: str,
 ) -> Tensor:
-    """Dense gradient of the flat tables, for those who bring their own optimizer: zeros where no id points."""
+    """Dense gradient of the flat tables, for those who bring their own optimizer: zeros where no id points.
+
+    Shapes as in `fused_update`: weights and what it returns 1-D, grad [B, sum(dims)] or of a sequence [N, dim], indices
+    and per_id_weights [N], offsets [F*B + 1], features [F, 8].
+    """
     dense = torch.zeros_like(weights)
     nothing = torch.zeros(1, dtype=torch.float64, device=weights.device)
     _fused_update(

@@ -21,7 +21,7 @@ from .storage import Files, files_in, locate
 
 
 def full_state_dict(model_or_path: nn.Module | str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Weights, other parameters and buffers as whole tensors on the CPU, by the names of the unsharded model.
+    """Weights [R, D], other parameters and buffers as whole tensors on the CPU, by the names of the unsharded model.
 
     They load into it by `load_state_dict`, and a table's rows into an `nn.EmbeddingBag`. Of a model all ranks call this
     together, and each gets all of it; of a step folder any process alone, without torch.distributed.

@@ -57,7 +57,8 @@ class Awaitable(abc.ABC, Generic[W]):
     def callbacks(self) -> list[Callable[[W], W]]:
         """Functions of the result that run in this order when it is there; what the last one returns is the result.
 
-        Raises RuntimeError once the result is there: a callback added now would never run.
+        Raises:
+            RuntimeError: the result is there already: a callback added now would never run.
         """
         if self._result is not _NOT_YET:
             raise RuntimeError(f"{type(self).__name__} was waited for already: add callbacks before that")

@@ -112,6 +112,9 @@ class ShardingEnv:
     the world, else all ranks. With `output_dtensor` state dicts have DTensors instead of ShardedTensors: of tables
     that are cut evenly over all ranks the local part is a tensor, of others a `LocalShardsWrapper` of a rank's pieces.
 
+    Raises:
+        ValueError: the rank is none of the world, or `local_world_size` does not divide it.
+
     Example:
         >>> env = ShardingEnv.from_local(world_size=1, rank=0)
         >>> env.world_size, env.rank, env.process_group
@@ -152,7 +155,11 @@ class ShardingEnv:
         return ShardingEnv(world_size, rank, local_world_size=world_size)
 
     def require_group(self) -> dist.ProcessGroup | None:
-        """The process group; ValueError if there are several ranks and none between them."""
+        """The process group, None of one rank alone.
+
+        Raises:
+            ValueError: there are several ranks and none between them.
+        """
         if self.process_group is None and self.world_size != 1:
             raise ValueError(f"{self.world_size} ranks need a process group between them")
         return self.process_group

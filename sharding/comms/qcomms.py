@@ -59,7 +59,7 @@ class QuantizedCommCodec(Generic[QuantizationContext]):
         raise NotImplementedError
 
     def decode(self, input_grad: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
-        """The inverse of `encode`."""
+        """The inverse of `encode`: [calc_quantized_size(n)] -> fp32 [n]."""
         raise NotImplementedError
 
     @property
@@ -78,12 +78,12 @@ class QuantizedCommCodec(Generic[QuantizationContext]):
     def padded_size(
         self, input_tensor: Tensor, dim_per_rank: list[int], my_rank: int, qcomm_ctx: QuantizationContext
     ) -> tuple[int, int]:
-        """The width of a sample after padding, and the padding. Blocks are flat here, so nothing asks for it."""
+        """The width of a sample of [B, D] after padding, and the padding. Blocks are flat, so nothing asks for it."""
         return input_tensor.shape[-1], 0
 
 
 class NoOpQuantizedCommCodec(QuantizedCommCodec[QuantizationContext]):
-    """Values travel as they are."""
+    """Values fp32 [n] travel as they are."""
 
     def encode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
         return input_tensor
@@ -159,6 +159,9 @@ class QCommsConfig:
     backward fp8 is e5m2, with `fp8_bwd_uses_143` e4m3. `output_dtype` is what rows become that arrive as fp8 or mx4,
     and so the type of a collection's output: fp32 (the default), fp16 or bf16; gradients arrive as fp32.
     `fp8_output_dtype` is an older name of it. `mx4_rounding_mode` may only be even (2).
+
+    Raises:
+        ValueError: a precision, a rounding mode, a dtype or a number of values that is not served; names it.
     """
 
     forward_precision: CommType = CommType.FP32

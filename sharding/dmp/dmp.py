@@ -81,6 +81,7 @@ class DistributedModelParallel(NamedInGraphs):
         ValueError: the plan does not fit the module, the process group does not serve the device, a table's optimizer
             has no fused rule, a dense layer has one in the backward, or `model_tracker_configs` are given. What fails
             on one rank is raised on all.
+        TypeError: an argument is of another class.
 
     Example:
         >>> tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])

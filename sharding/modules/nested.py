@@ -279,6 +279,9 @@ class FeatureProcessedEmbeddingBagCollectionSharder(CollectionSharder[FeaturePro
     Args:
         ebc_sharder: what shards the collection; by default one with these codecs.
         qcomm_codecs_registry: as `ModuleSharder`.
+
+    Raises:
+        ValueError: both are given.
     """
 
     _module_type = FeatureProcessedEmbeddingBagCollection

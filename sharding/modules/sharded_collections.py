@@ -152,7 +152,7 @@ class ShardedEmbeddingBagCollection(Resharded):
         return [torch.empty(size, sum(self._routes.dims), dtype=dtype, device=self.device)]
 
     def result_of(self, outputs: list[Tensor]) -> Any:
-        """A `KeyedTensor` of the values."""
+        """A `KeyedTensor` of the values [B, D], the one output."""
         return self._output.with_values(outputs[0])
 
 
@@ -214,7 +214,7 @@ class ShardedEmbeddingCollection(Resharded):
         return output
 
     def eager_outputs(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        """Rows of each lookup, then lengths of each, then, if asked for, ids of each; see `ShardedCollection`."""
+        """Rows [N, D] of each lookup, then lengths [B] of each, then ids [N] if asked for; see `ShardedCollection`."""
         found = list(self.finish(self.begin(features)).values())
         ids = [jt.weights() for jt in found] if self._need_indices else []
         return [jt.values() for jt in found] + [part.clone() for part in [*(jt.lengths() for jt in found), *ids]]
@@ -237,7 +237,7 @@ class ShardedEmbeddingCollection(Resharded):
         return [*rows, *(like.new_empty(size) for size in sizes), *ids]
 
     def result_of(self, outputs: list[Tensor]) -> dict[str, JaggedTensor]:
-        """The rows of each name."""
+        """The rows of each name, of the `outputs` that `eager_outputs` gives: rows [N, D], lengths [B], ids [N]."""
         n = len(self._names)
         ids: list[Tensor | None] = [*outputs[2 * n :]] or [None] * n
         parts = zip(self._names, outputs[:n], outputs[n : 2 * n], ids, strict=True)

@@ -60,7 +60,7 @@ class ModuleSharder(ABC, Generic[M]):
         return [EmbeddingComputeKernel.DENSE.value]
 
     def storage_usage(self, tensor: Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
-        """Bytes of a table by where they lie: "hbm" on a GPU, "ddr" on the CPU and below a GPU, "ssd" in files.
+        """Bytes of a table [R, D] by where they lie: "hbm" on a GPU, "ddr" on the CPU and below a GPU, "ssd" in files.
 
         Optimizer states and caches are not counted.
 

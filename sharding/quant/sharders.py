@@ -102,7 +102,7 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
         return found
 
     def storage_usage(self, tensor: Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
-        """Bytes of a table by where they lie, four of each row for its scales.
+        """Bytes of a table `tensor` [R, D] by where they lie, four of each row for its scales.
 
         Raises:
             ValueError: the device type or the kernel is not served.

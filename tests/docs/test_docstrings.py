@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT, run_python
+from torch import Tensor
 
 import shardwise
 
@@ -33,6 +34,8 @@ MOST_USED = (
     *("shardwise.TrainPipelineSparseDist", "shardwise.DLRM", "shardwise.checkpoint.save", "shardwise.checkpoint.load"),
     *("shardwise.inference.quantize_inference_model", "shardwise.sharding.table_wise", "shardwise.sharding.row_wise"),
 )
+# "[B, D]", or words in its place
+SHAPE = re.compile(r"\[[^\]]*\]|any shape|same shape|0-dim|1-D")
 PLACES = ("", "tests", "tests/support", "tests/docs")
 # what nobody who calls the function can act on
 _OURS = ("AssertionError", "NotImplementedError")
@@ -100,7 +103,7 @@ def malformed(path: str, value: Any, text: str) -> Iterator[str]:
 
 
 def unsaid(path: str, value: Any, text: str) -> Iterator[str]:
-    """Errors that the body of a function raises by name and its docstring does not name."""
+    """Errors that the body of a function raises by name and no section "Raises" of these docstrings names."""
     if not inspect.isfunction(value):
         return
     tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
@@ -109,10 +112,62 @@ def unsaid(path: str, value: Any, text: str) -> Iterator[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name)
     }
+    named = " ".join(re.findall(r"^Raises:\n((?: {4}.*\n?|\n)+)", text, re.MULTILINE))
     # a name in lower case is a function that makes the error
     for error in sorted(name for name in raised if name[0].isupper() and name not in _OURS):
-        if error not in text and error.removeprefix("Refused") not in text:
-            yield f"{path} raises {error}, and its docstring does not say so"
+        if error not in named and error.removeprefix("Refused") not in named:
+            yield f"{path} raises {error}, and no section Raises says so"
+
+
+def members() -> Iterator[tuple[str, Any, str, str]]:
+    """Path, function, docstring, and that of its class, of each public function, class, method and property.
+
+    What makes an instance counts as a method too.
+    """
+    for path, value in public().items():
+        if not inspect.isclass(value):
+            yield path, value, inspect.cleandoc(value.__doc__ or ""), ""
+            continue
+        of_class = own_docstring(value)
+        yield path, value, of_class, ""
+        for name, member in vars(value).items():
+            function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            # not what typing and dataclasses write
+            made = name in ("__init__", "__post_init__") and "shardwise" in member.__code__.co_filename
+            if (made or not name.startswith("_")) and inspect.isfunction(function):
+                yield f"{path}.{name}", function, inspect.cleandoc(function.__doc__ or ""), of_class
+
+
+def shapeless(path: str, value: Any, text: str, of_class: str) -> Iterator[str]:
+    """Tensors that a function takes or gives and whose shape neither its docstring nor that of its class says."""
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return
+    given = {name: str(each.annotation) for name, each in signature.parameters.items()}
+    if path.endswith(("__init__", "__post_init__")):
+        # as the class is called
+        return
+    if not inspect.isclass(value):
+        given["what it returns"] = str(signature.return_annotation)
+    entries = entries_of(text)
+    for name, annotation in given.items():
+        # of a function that is given, the docstring that says what it is called with says enough
+        if re.search(r"\bTensor\b", re.sub(r"Callable\[.*\]", "", annotation)):
+            said = entries.get(name, f"{text}\n{of_class}")
+            if not SHAPE.search(said):
+                yield f"{path}: no shape of {name}"
+
+
+def entries_of(text: str) -> dict[str, str]:
+    """Argument -> its entry under "Args", with the lines that go on."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in sections(text).get("Args", []):
+        if not line.startswith(" "):
+            names = re.findall(r"\w+", line.partition(":")[0])
+        found.update({name: f"{found.get(name, '')} {line}" for name in names})
+    return found
 
 
 @cache
@@ -150,7 +205,8 @@ def all_faults() -> str:
     """What is said wrongly, and what is not said, as JSON."""
     faults = {
         "malformed": [line for path, value, text in documented() for line in malformed(path, value, text)],
-        "unsaid": [line for path, value, text in documented() for line in unsaid(path, value, text)],
+        "unsaid": [line for path, value, text, of in members() for line in unsaid(path, value, f"{text}\n{of}")],
+        "shapeless": [line for member in members() for line in shapeless(*member)],
     }
     return json.dumps(faults)
 
@@ -167,11 +223,17 @@ def test_errors_that_a_public_function_raises_are_in_its_docstring(faults: dict[
     assert faults["unsaid"] == []
 
 
-def take(rows: int) -> int:
+def test_shapes_of_tensors_are_in_docstrings(faults: dict[str, list[str]]) -> None:
+    assert faults["shapeless"] == []
+
+
+def take(rows: int, values: Tensor, out: Tensor | None = None) -> int:
     """A function whose docstring is wrong.
 
     Args:
         columns: there are none.
+        values: of any number of rows.
+        out: [rows].
         words without a name
     """
     if rows < 0:
@@ -185,7 +247,8 @@ def test_a_wrong_docstring_is_seen() -> None:
         "Args: 'words without a name' names nothing",
         "Args: there is no columns, words without a name",
     ]
-    assert [*unsaid("take", take, text)] == ["take raises ValueError, and its docstring does not say so"]
+    assert [*shapeless("take", take, text, "")] == ["take: no shape of values"]
+    assert [*unsaid("take", take, text)] == ["take raises ValueError, and no section Raises says so"]
 
 
 @pytest.mark.parametrize("path", MOST_USED)
