@@ -169,17 +169,18 @@ def test_every_line_that_cannot_be_read_is_a_value_error_with_its_place(
     tmp_path: Path, text: str, message: str
 ) -> None:
     (tmp_path / "day_0").write_bytes(text.encode("latin-1"))
+    dense, sparse, labels = (tmp_path / f"{kind}.npy" for kind in KINDS)
     with pytest.raises(ValueError, match=message):
-        BinaryCriteoUtils.tsv_to_npys(tmp_path / "day_0", *[tmp_path / f"{kind}.npy" for kind in KINDS])
+        BinaryCriteoUtils.tsv_to_npys(tmp_path / "day_0", dense, sparse, labels)
 
 
 def test_integers_further_apart_than_32_bits_have_their_logarithms(tmp_path: Path) -> None:
     """The difference to the least wrapped around in 32 bits: its logarithm was NaN, with a warning of numpy's."""
     integers = [-(2**31 - 1), 2**31 - 1, *[-1] * 11]
     (tmp_path / "day_0").write_text("\t".join(["1", *map(str, integers), *["a"] * 26]) + "\n")
-    outputs = [tmp_path / f"{kind}.npy" for kind in KINDS]
-    BinaryCriteoUtils.tsv_to_npys(tmp_path / "day_0", *outputs)
-    np.testing.assert_allclose(np.load(outputs[0])[0, :3], np.log([2.0, 2.0**32, 2.0**31]), rtol=1e-6)
+    dense, sparse, labels = (tmp_path / f"{kind}.npy" for kind in KINDS)
+    BinaryCriteoUtils.tsv_to_npys(tmp_path / "day_0", dense, sparse, labels)
+    np.testing.assert_allclose(np.load(dense)[0, :3], np.log([2.0, 2.0**32, 2.0**31]), rtol=1e-6)
 
 
 def test_the_three_scripts_lead_from_text_to_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
