@@ -231,6 +231,11 @@ class ObjectAttempt(Attempt):
             clear_unfinished(folder, sizes)
             # who was taken for dead may still write into the folder of its step, and remove it
             name = next_name([name.split("/")[0] for name in sizes], step, beyond=lease.beyond)
+            if _is_there(folder / name / NAME):
+                raise StoreError(
+                    f"{folder / name} is there and was not in the list of the folder: lists of this store lag behind;"
+                    " nothing is written"
+                )
             attempt = cls(folder, secrets.token_hex(8), name, rank=0, world_size=world_size, group=group)
         except BaseException:
             lease.release()
@@ -355,13 +360,24 @@ class ObjectAttempt(Attempt):
 
 def clear_unfinished(folder: Url, sizes: dict[str, int]) -> None:
     """Remove what dead saves left: files of ranks in folders of steps that have no manifest, and nothing else."""
-    names = [name for name in sizes if "/" in name]
-    delete(folder, [name for name in names if _is_unfinished(name, sizes)])
+    names = [name for name in sizes if "/" in name and _is_unfinished(name, sizes)]
+    # a list may lag behind, an object does not
+    finished = {step for step in {name.split("/")[0] for name in names} if _is_there(folder / step / NAME)}
+    delete(folder, [name for name in names if name.split("/")[0] not in finished])
 
 
 def _is_unfinished(name: str, sizes: dict[str, int]) -> bool:
     step, file = name.split("/")
     return bool(STEP.fullmatch(step) and FILE_NAME.fullmatch(file)) and f"{step}/{NAME}" not in sizes
+
+
+def _is_there(file: Url) -> bool:
+    """Whether there is an object, by asking for it."""
+    try:
+        cat(file, 0, 1)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _file_of(rank: int) -> str:

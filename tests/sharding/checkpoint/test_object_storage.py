@@ -276,6 +276,26 @@ def test_a_save_that_does_not_see_its_own_lock_in_the_list_writes_nothing(monkey
     assert objects(RUN) == there and checkpoint.verify(good) == []
 
 
+def test_a_list_that_lags_behind_costs_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not in the list was written over; one whose manifest is not was taken for the rest of a dead save."""
+    good, there = checkpoint.save(RUN, trained(), step=1).path, objects(RUN)
+    now = object_saves.listing
+    for hidden, step, kind in ((f"{STEP}1/", 1, OSError), (f"{STEP}1/manifest.json", 2, None)):
+
+        def listing(folder: Url, hidden: str = hidden) -> dict[str, int]:
+            return {name: size for name, size in now(folder).items() if not name.startswith(hidden)}
+
+        with monkeypatch.context() as patch:
+            patch.setattr(object_saves, "listing", listing)
+            if kind is not None:
+                with pytest.raises(kind, match=f"{STEP}1 is there and was not in the list of the folder"):
+                    checkpoint.save(RUN, trained("adam", 1), step=step)
+            else:
+                checkpoint.save(RUN, trained("adam", 1), step=step)
+        assert {name: data for name, data in objects(RUN).items() if name in there} == there
+        assert checkpoint.verify(good) == []
+
+
 def test_what_is_committed_stays_where_the_old_one_cannot_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With warnings as errors the old one was gone by half when the new one was removed."""
     checkpoint.save(RUN, trained(), step=1)

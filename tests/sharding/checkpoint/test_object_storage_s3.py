@@ -268,5 +268,5 @@ def test_a_save_costs_few_requests(address: str, monkeypatch: pytest.MonkeyPatch
     path = checkpoint.latest("s3://bucket/costs")
     assert path is not None and calls[:2] == ["list_objects_v2", "get_object"]
     # the lock twice and the manifest; the file's own is not counted here
-    expected = {"put_object": 3, "list_objects_v2": 9, "get_object": 4, "delete_object": 1, "delete_objects": 2}
+    expected = {"put_object": 3, "list_objects_v2": 9, "get_object": 5, "delete_object": 1, "delete_objects": 2}
     assert saved[-1] == saved[-2] == expected
