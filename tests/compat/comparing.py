@@ -1,7 +1,8 @@
 """What differs between two lists of promises, in words: what is new, what is gone, what changed.
 
 Added is what no program that follows the older list can notice: a name, an optional argument at the end, an option, a
-key of printed JSON. All else is removed or changed, and breaks somebody's program.
+key of printed JSON. Retyped is another annotation of what a function returns: whether it holds what the older one
+promised is for the reviewer to say. All else is removed or changed, and breaks somebody's program.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ADDED, REMOVED, CHANGED = "added", "removed", "changed"
+ADDED, REMOVED, CHANGED, RETYPED = "added", "removed", "changed", "retyped"
 # what a part of promises is called in a message
 PARTS = ("names", "ops", "commands", "states", "outputs", "files")
 # name -> what stands there
@@ -29,7 +30,7 @@ class Difference:
     @property
     def breaks(self) -> bool:
         """Whether a program that kept to the older list may fail or give something else."""
-        return self.kind != ADDED
+        return self.kind not in (ADDED, RETYPED)
 
     @property
     def key(self) -> str:
@@ -49,11 +50,20 @@ def differences(before: Mapping[str, Facts], now: Mapping[str, Facts]) -> list[D
         found += [Difference(ADDED, f"{part} {name}") for name in new.keys() - old.keys()]
         for name in old.keys() & new.keys():
             if isinstance(old[name], str) and isinstance(new[name], str):
-                # another name of the same thing: its facts stand there
+                # another name of the same thing: its facts stand there, and may have moved
+                was, is_now = old[name], new[name]
+                if _is_another(was, is_now, old, new):
+                    found.append(Difference(CHANGED, f"{part} {name}", f"{was} -> {is_now}, which is something else"))
                 continue
             entries = _resolved(old, name), _resolved(new, name)
             found += _of_entries(f"{part} {name}", *entries)
     return sorted(found)
+
+
+def _is_another(was: str, is_now: str, old: Facts, new: Facts) -> bool:
+    """Whether "= a" and "= b" are two things: neither was or is another name of the other."""
+    before, after = was.removeprefix("= "), is_now.removeprefix("= ")
+    return was != is_now and new.get(before) != is_now and old.get(after) != was
 
 
 def _resolved(part: Facts, name: str) -> Facts:
@@ -97,12 +107,24 @@ def _of_each(
 
 
 def _of_members(what: str, old: str, new: str) -> Iterator[Difference]:
+    # "settable property -> int"
+    (old_words, _, old_type), (new_words, _, new_type) = old.partition(" -> "), new.partition(" -> ")
+    if old_words.endswith("property") and new_words.endswith("property"):
+        if old_words != new_words:
+            yield Difference(ADDED if old_words == "property" else REMOVED, f"{what}=", "assignment")
+        if old_type != new_type:
+            yield _retyped(what, old_type, new_type)
+        return
     # "classmethod (a, b)"
     (old_kind, _, old_call), (new_kind, _, new_call) = old.partition("("), new.partition("(")
     if old_kind != new_kind:
         yield Difference(CHANGED, what, f"{old} -> {new}")
     elif old_call:
         yield from of_signatures(what, f"({old_call}", f"({new_call}")
+
+
+def _retyped(what: str, old: str, new: str) -> Difference:
+    return Difference(RETYPED, what, f"gives {new or 'what it does not say'}, gave {old or 'what it did not say'}")
 
 
 def of_signatures(what: str, old: str | None, new: str | None) -> Iterator[Difference]:
@@ -135,6 +157,9 @@ def of_signatures(what: str, old: str | None, new: str | None) -> Iterator[Diffe
             optional = now[name].default is not None or name.startswith("*")
             words = f"new, default {now[name].default}" if optional else "new, and must be given"
             yield Difference(ADDED if optional else CHANGED, f"{what}({name})", words)
+    old_type, new_type = (text.rpartition(") -> ")[2] if ") -> " in text else "" for text in (old, new))
+    if old_type != new_type:
+        yield _retyped(f"{what}()", old_type, new_type)
 
 
 _POSITION, _EITHER, _KEYWORD = "by position", "by position or keyword", "by keyword"
@@ -152,6 +177,7 @@ class _Parameter:
 
 def _parameters(text: str) -> dict[str, _Parameter]:
     """The parameters of "(a, b=1, *, c)", in order, those with stars by "*name"."""
+    # with "-> type" or without
     function = ast.parse(f"def f{text}: pass").body[0]
     assert isinstance(function, ast.FunctionDef)
     given = function.args
@@ -206,6 +232,46 @@ def _schema(text: str) -> tuple[dict[str, str], str]:
     return {piece.partition("=")[0].split(" ")[-1]: piece for piece in arguments}, result
 
 
+def _of_words(gone: str, come: str) -> Callable[[str, str | None, str | None], Iterator[Difference]]:
+    """How words are compared that are promised each by itself: parents, special methods."""
+
+    def compared(what: str, old: str | None, new: str | None) -> Iterator[Difference]:
+        before, now = {*(old or "").split()}, {*(new or "").split()}
+        yield from (Difference(REMOVED, f"{what} {word}", gone) for word in sorted(before - now))
+        yield from (Difference(ADDED, f"{what} {word}", come) for word in sorted(now - before))
+
+    return compared
+
+
+def _of_raises(what: str, old: Facts | None, new: Facts | None) -> Iterator[Difference]:
+    """Errors by method: one in the place of another breaks who catches it, unless the other's name catches it too."""
+    names: set[str] = {*(old or {}), *(new or {})}
+    for name in sorted(names):
+        before, now = ({*(each or {}).get(name, "").split()} for each in (old, new))
+        caught = {word for error in now for word in error.replace("(", ",").rstrip(")").split(",")}
+        gone = sorted(error for error in before if error.partition("(")[0] not in caught)
+        come = sorted(now - before)
+        here = f"{what}{'.' * bool(name)}{name} raises"
+        if gone and come:
+            yield Difference(CHANGED, here, f"{', '.join(come)}, and raised {', '.join(gone)}")
+        elif gone or come:
+            yield Difference(ADDED, here, f"no longer {', '.join(gone)}" if gone else ", ".join(come))
+
+
+def _of_values(what: str, old: Any, new: Any) -> Iterator[Difference]:
+    """A collection may grow."""
+    try:
+        was, is_now = ast.literal_eval(str(old)), ast.literal_eval(str(new))
+        grown = type(was) is type(is_now) and (
+            (isinstance(was, dict) and was.items() <= is_now.items())
+            or (isinstance(was, set) and was <= is_now)
+            or (isinstance(was, (list, tuple)) and was == is_now[: len(was)])
+        )
+    except (ValueError, SyntaxError):
+        grown = False
+    yield Difference(ADDED if grown else CHANGED, what, f"{old} -> {new}")
+
+
 def _of_options(what: str, old: Facts | None, new: Facts | None) -> Iterator[Difference]:
     old, new = old or {}, new or {}
     for name in sorted({*old, *new}):
@@ -239,6 +305,11 @@ _OF_FACTS: dict[str, Callable[[str, Any, Any], Iterator[Difference]]] = {
     "call": of_signatures,
     "members": _of_each(lambda owner, name: f"{owner}.{name}", _of_members),
     "values": _of_each(lambda owner, name: f"{owner}.{name}", _of_texts),
+    "bases": _of_words("isinstance and except no longer say so", "isinstance and except say so now"),
+    "special": _of_words("no longer", "now too"),
+    "raises": _of_raises,
+    "value": _of_values,
+    "status": lambda what, old, new: _of_texts(f"{what} exit status", old, new),
     "options": _of_options,
     "schema": _of_schemas,
     "keys": _of_each(lambda owner, name: f"{owner} [{name}]", _of_texts),

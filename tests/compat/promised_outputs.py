@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -64,11 +65,20 @@ COMMANDS = {
     "env": "env",
     "doctor": "doctor --quick --device cpu",
 }
+# what is wrong, and ends with its status
+REFUSED = {
+    "a file that is not there": "plan explain nothing.json",
+    "an option that there is not": "env --nothing",
+    "a number out of its range": "plan --tables tables.json --world-size 0",
+    "a file of another kind": "plan explain tables.json",
+    "tables that find no room": "plan --tables tables.json --world-size 2 --hbm 1KiB",
+    "a checkpoint with a file cut off": "ckpt verify broken",
+}
 # of these the values are the machine's: keys alone are promised
 MACHINE = {"doctor", "env", "perf compare", "perf run", "perf report"}
 # what lies below names libraries, devices, settings and laps: a machine has some and another has others
 VARYING = re.compile(
-    r"^(environment|packages|gpus|driver|machine_info|commit_info)\b"
+    r"^(environment|packages|gpus|driver|machine_info|commit_info)(?=\.|\[)"
     r"|\.(data|laps|machine|medians|ratios|beside|notes)\b(?=\.|\[)"
 )
 # beside a checkout alone: what they compile, execute and count is in no wheel
@@ -92,27 +102,40 @@ def prepared(folder: Path) -> Iterator[None]:
             model = EmbeddingBagCollection([EmbeddingBagConfig(40, 8, "t0", feature_names=["f0"])])
             torch.nn.init.constant_(next(iter(model.parameters())), value)
             checkpoint.save(name, model, step=1).wait()
+        shutil.copytree("b", "broken")
+        for path in Path("broken").rglob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[:-1])
         _invoke("plan --tables tables.json --world-size 1 --hbm 1GiB --batch-size 16 --out other.json")
         yield
     finally:
         os.chdir(before)
 
 
-def _invoke(words: str) -> Any:
+def _invoke(words: str) -> tuple[Any, int]:
+    """What a command prints, and its status."""
     result = CliRunner().invoke(cli.commands(), [*words.split(), "--json"])
     # on a machine that is busy `perf compare` ends with 2, having printed what it found
     if not result.stdout.strip().startswith(("{", "[")):
-        raise AssertionError(f"shardwise {words} --json ended with {result.exit_code}: {result.output}")
-    return json.loads(result.stdout)
+        raise AssertionError(f"shardwise {words} --json ended with {result.exit_code}: {result.output.strip()}")
+    return json.loads(result.stdout), result.exit_code
 
 
 def outputs(*, without: Collection[str] = ()) -> dict[str, Any]:
     """Of each command the keys of what it prints; `prepared` goes around it, and `COMMANDS` is in order."""
-    printed = {name: _invoke(words) for name, words in COMMANDS.items() if name not in without}
-    return {
-        name: {"kind": "document", "keys": keys_of(document, types=name not in MACHINE)}
-        for name, document in sorted(printed.items())
-    }
+    found: dict[str, Any] = {}
+    for name, words in COMMANDS.items():
+        if name not in without:
+            try:
+                document, status = _invoke(words)
+            except AssertionError as error:
+                # a difference like others: it is told beside those of the command's options
+                found[name] = {"kind": f"failure ({error})"}
+                continue
+            promised = {} if name in MACHINE else {"status": str(status)}
+            found[name] = {"kind": "document", "keys": keys_of(document, types=name not in MACHINE), **promised}
+    runs = {what: CliRunner().invoke(cli.commands(), words.split()) for what, words in REFUSED.items()}
+    found["exit status"] = {"kind": "statuses", "keys": {what: str(run.exit_code) for what, run in runs.items()}}
+    return dict(sorted(found.items()))
 
 
 def files() -> dict[str, Any]:
@@ -126,6 +149,7 @@ def files() -> dict[str, Any]:
         "plan": keys_of(json.loads(Path("plan.json").read_text())),
         "planner constants": keys_of(json.loads(Path("constants.json").read_text())),
         "trace": _zip(Path("trace.npz")),
+        "exported checkpoint": dict(_tensors(Path("a.safetensors"), "")),
     }
     return {name: {"kind": "file", "keys": keys} for name, keys in found.items()}
 
@@ -139,9 +163,14 @@ def _folder(folder: Path) -> dict[str, str]:
         if path.suffix == ".json":
             found |= {f"{name}: {key}": kind for key, kind in keys_of(json.loads(path.read_text())).items()}
         elif path.suffix == ".safetensors":
-            tensors = {key: value for key, value in header(path).items() if key != "__metadata__"}
-            found |= {f"{name}: {key}": f"{value['dtype']} {value['shape']}" for key, value in tensors.items()}
+            found |= _tensors(path, f"{name}: ")
     return found
+
+
+def _tensors(path: Path, before: str) -> dict[str, str]:
+    """Names of what a safetensors file has, with dtype and shape."""
+    tensors = {key: value for key, value in header(path).items() if key != "__metadata__"}
+    return {f"{before}{key}": f"{value['dtype']} {value['shape']}" for key, value in tensors.items()}
 
 
 def header(path: Path) -> dict[str, Any]:

@@ -18,17 +18,23 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 import shardwise
 from shardwise import (
     DLRM,
+    CombinedOptimizer,
     DataType,
     DistributedModelParallel,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    GradientClippingOptimizer,
     KeyedJaggedTensor,
+    KeyedOptimizerWrapper,
     ShardingEnv,
     ShardingPlan,
+    WarmupOptimizer,
+    WarmupStage,
     apply_optimizer_in_backward,
     construct_module_sharding_plan,
+    models,
     quant as quantized,
 )
 from shardwise.embeddings import (
@@ -47,6 +53,16 @@ from shardwise.embeddings.managed_collision import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
     MCHManagedCollisionModule,
+)
+from shardwise.embeddings.optim.fbgemm_types import ComputeDevice, EmbeddingLocation, OptimType, SparseType
+from shardwise.embeddings.pools import KeyedJaggedTensorPool, TensorPool
+from shardwise.embeddings.pruning import GenericITEPModule, ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
+from shardwise.fbgemm.tables import (
+    BatchedUnaryEmbeddingBag,
+    DenseTableBatchedEmbeddingBagsCodegen,
+    IntNBitTableBatchedEmbeddingBagsCodegen,
+    PermutePooledEmbeddingsSplit,
+    SplitTableBatchedEmbeddingBagsCodegen,
 )
 from shardwise.models import DLRM_DCN, DLRM_Projection, DLRM_Transformer
 from shardwise.planner.layout import Tier
@@ -85,7 +101,7 @@ def states() -> dict[str, Any]:
     """By module or optimizer: {key: "dtype [shape]"}; of optimizers, "state" and "param_groups" both."""
     with torch.random.fork_rng(devices=[]), _one_rank():
         torch.manual_seed(0)
-        found = {name: _tensors(make().state_dict()) for name, make in _modules().items()}
+        found = {name: _tensors(make().state_dict()) for name, make in {**_modules(), **_parts()}.items()}
         for cut in CUTS:
             found[f"DistributedModelParallel {cut}"] = _tensors(_sharded(bags(), cut).state_dict())
             found[f"DistributedModelParallel of rows {cut}"] = _tensors(_sharded(rows(), cut).state_dict())
@@ -100,6 +116,7 @@ def states() -> dict[str, Any]:
         tiered = _sharded(bags(), "row_wise", shardwise.RowWiseAdagrad, tier=Tier(slots=10))
         found["DistributedModelParallel row_wise tier"] = _tensors(_trained(tiered).state_dict())
         found["DistributedModelParallel.fused_optimizer tier"] = _optimizer(tiered.fused_optimizer)
+        found |= {name: _optimizer(optimizer, skip_groups=True) for name, optimizer in _wrappers().items()}
     return {name: {"kind": "state dict", "states": keys} for name, keys in sorted(found.items())}
 
 
@@ -182,6 +199,64 @@ def _modules() -> dict[str, Callable[[], nn.Module]]:
         ),
         "DLRM_Transformer": lambda: dlrm(DLRM_Transformer, nhead=2, ntransformer_layers=1),
     }  # fmt: skip
+
+
+def _parts() -> dict[str, Callable[[], nn.Module]]:
+    """Parts of models, metrics, pools, pruned collections and FBGEMM's tables."""
+    crosses: dict[str, Callable[[], nn.Module]] = {
+        "CrossNet": lambda: models.CrossNet(DIM, 2),
+        "LowRankCrossNet": lambda: models.LowRankCrossNet(DIM, 2, 3),
+        "LowRankMixtureCrossNet": lambda: models.LowRankMixtureCrossNet(DIM, 2, num_experts=2, low_rank=3),
+        "VectorCrossNet": lambda: models.VectorCrossNet(DIM, 2),
+    }
+    tables = [(rows, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU) for _, rows in TABLES.values()]
+    return {
+        **crosses,
+        "SimpleDeepFMNN": lambda: models.SimpleDeepFMNN(3, bags(), hidden_layer_size=4, deep_fm_dimension=5),
+        "SwishLayerNorm": lambda: models.SwishLayerNorm(DIM),
+        "StreamingAUC": lambda: models.StreamingAUC(2),
+        "StreamingNE": models.StreamingNE,
+        "MetricWindow": lambda: models.MetricWindow(models.StreamingAUC(2), samples=8, pieces=4),
+        "TensorPool": lambda: TensorPool(40, DIM, torch.float32),
+        "KeyedJaggedTensorPool": lambda: KeyedJaggedTensorPool(40, {"f0": 3, "f1": 2}, is_weighted=True),
+        "ITEPEmbeddingBagCollection": lambda: ITEPEmbeddingBagCollection(bags(), GenericITEPModule({"t0": 100})),
+        "ITEPEmbeddingCollection": lambda: ITEPEmbeddingCollection(rows(), GenericITEPModule({"t0": 100})),
+        "PermutePooledEmbeddingsSplit": lambda: PermutePooledEmbeddingsSplit([DIM, 4], [1, 0]),
+        "BatchedUnaryEmbeddingBag": lambda: BatchedUnaryEmbeddingBag(2, [40, 12]),
+        "DenseTableBatchedEmbeddingBagsCodegen": lambda: DenseTableBatchedEmbeddingBagsCodegen(
+            [(rows, DIM) for _, rows in TABLES.values()], use_cpu=True
+        ),
+        **{
+            f"SplitTableBatchedEmbeddingBagsCodegen {kind.name}": partial(
+                SplitTableBatchedEmbeddingBagsCodegen, tables, optimizer=kind
+            )
+            for kind in (OptimType.EXACT_SGD, OptimType.EXACT_ROWWISE_ADAGRAD, OptimType.ADAM)
+        },
+        "IntNBitTableBatchedEmbeddingBagsCodegen": lambda: IntNBitTableBatchedEmbeddingBagsCodegen(
+            [(name, rows, DIM, SparseType.INT8, EmbeddingLocation.HOST) for name, (_, rows) in TABLES.items()],
+            device="cpu",
+        ),
+    }
+
+
+def _wrappers() -> dict[str, torch.optim.Optimizer]:
+    """Optimizers around that of two dense parameters."""
+
+    def dense() -> KeyedOptimizerWrapper:
+        layer = nn.Linear(3, 1)
+        optimizer = KeyedOptimizerWrapper(
+            dict(layer.named_parameters()), partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+        )
+        layer(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    return {
+        "KeyedOptimizerWrapper": dense(),
+        "CombinedOptimizer": CombinedOptimizer([("dense", dense())]),
+        "WarmupOptimizer": WarmupOptimizer(dense(), [WarmupStage(max_iters=3)]),
+        "GradientClippingOptimizer": GradientClippingOptimizer(dense(), max_gradient=1.0),
+    }
 
 
 def quant_ready(module: nn.Module, dtype: torch.dtype) -> nn.Module:

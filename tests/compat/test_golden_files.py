@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import golden_nets
 import pytest
@@ -22,7 +23,7 @@ from shardwise.checkpoint import CheckpointDamaged
 from shardwise.data import Trace
 from shardwise.inference import ModelDamaged, load_program, read_tables
 from shardwise.inference.folder import CHECKSUM, facts_checksum
-from shardwise.kernels import configs
+from shardwise.kernels import _op, configs
 from shardwise.planner.constants_measured import CARDS, Constants
 from shardwise.planner.plan.plan_files import load_planned
 from shardwise.sharding.plan.plan import load_plan
@@ -48,13 +49,20 @@ def differing(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
     )
 
 
+@pytest.fixture(autouse=True)
+def _no_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read of a file is the same with and without loops, which take half a minute of a core to compile."""
+    monkeypatch.setattr(_op, "NUMBA", False)
+
+
 def load_and_save(golden: str, plan: str, folder: str) -> None:
     """On each rank: a model that learned something else takes the checkpoint, and is saved anew."""
-    model, optimizer = golden_nets.net(plan)
-    golden_nets.train(model, optimizer, range(7, 9))
-    loaded = checkpoint.load(step_of(Path(golden) / "ranks"), model, optimizer)
-    assert loaded.extra == {"epoch": 1} and loaded.step == 3
-    checkpoint.save(folder, model, optimizer, step=3).wait()
+    with patch.object(_op, "NUMBA", False):
+        model, optimizer = golden_nets.net(plan)
+        golden_nets.train(model, optimizer, range(7, 9))
+        loaded = checkpoint.load(step_of(Path(golden) / "ranks"), model, optimizer)
+        assert loaded.extra == {"epoch": 1} and loaded.step == 3
+        checkpoint.save(folder, model, optimizer, step=3).wait()
 
 
 def test_there_is_a_release_to_read() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import record
 from checkout import run_python
-from comparing import ADDED, CHANGED, REMOVED, Difference, differences, of_signatures
+from comparing import ADDED, CHANGED, REMOVED, RETYPED, Difference, differences, of_signatures
 from optional import need
 from promised_outputs import COMMANDS, UNPROMISED
 
@@ -98,7 +98,7 @@ MUTATIONS = {
     ),
     "a method goes": (
         replace("names", "shardwise.Batch", "members", "pin_memory"),
-        "removed  names shardwise.Batch.pin_memory: ()",
+        "removed  names shardwise.Batch.pin_memory: () -> Batch",
     ),
     "a value of an enum changes": (
         replace("names", "shardwise.PoolingType", "values", "MEAN", old="MEAN", new="AVERAGE"),
@@ -111,6 +111,40 @@ MUTATIONS = {
     "an alias of TorchRec's goes": (
         lambda promises: promises["names"].pop("torchrec.distributed.DistributedModelParallel"),
         "removed  names torchrec.distributed.DistributedModelParallel",
+    ),
+    "an alias becomes another thing": (
+        lambda promises: promises["names"].update({"torchrec.optim.RowWiseAdagrad": "= shardwise.LarsSGD"}),
+        "changed  names torchrec.optim.RowWiseAdagrad: = shardwise.RowWiseAdagrad -> = shardwise.LarsSGD, which is"
+        " something else",
+    ),
+    "an error is no longer caught by the name that caught it": (
+        replace("names", "shardwise.checkpoint.CheckpointDamaged", "bases", old="ValueError", new="RuntimeError"),
+        "removed  names shardwise.checkpoint.CheckpointDamaged ValueError: isinstance and except no longer say so",
+    ),
+    "another error is raised": (
+        replace("names", "shardwise.checkpoint.load", "raises", "", old="CheckpointMismatch", new="Mismatch"),
+        "changed  names shardwise.checkpoint.load raises: Mismatch(ValueError), and raised"
+        " CheckpointMismatch(ValueError)",
+    ),
+    "brackets no longer work": (
+        replace("names", "shardwise.KeyedTensor", "special", old="__getitem__", new=""),
+        "removed  names shardwise.KeyedTensor __getitem__: no longer",
+    ),
+    "a default that a factory makes changes": (
+        replace("names", "shardwise.ParameterConstraints", "call", old="[1.0]", new="[2.0]"),
+        "changed  names shardwise.ParameterConstraints(pooling_factors): default [1.0] -> [2.0]",
+    ),
+    "a variable of the environment gets another name": (
+        replace("names", "environment", "keys", "SHARDWISE_NUMBA", new="SHARDWISE_LOOPS"),
+        "removed  names environment [SHARDWISE_NUMBA]: variable",
+    ),
+    "arguments of a command change places": (
+        replace("commands", "shardwise plan diff", "options", "a", old="number 1", new="number 2"),
+        "changed  commands shardwise plan diff a: argument file required number 1 -> argument file required number 2",
+    ),
+    "a status changes": (
+        replace("outputs", "plan diff", "status", old="1", new="0"),
+        "changed  outputs plan diff exit status: 1 -> 0",
     ),
     "a state loses its key": (
         replace("states", STATES, "states", "state / tables.embedding_bags.t0.weight / t0.momentum1"),
@@ -166,6 +200,7 @@ def test_a_planted_break_is_told_in_words(what: str) -> None:
         ("(a, b)", "(b, a)", [CHANGED, CHANGED]),
         ("(a, **more)", "(a)", [REMOVED]),
         ("(*, b, a=1)", "(*, a=1, b)", []),
+        ("(a) -> int", "(a, b=1) -> str", [ADDED, RETYPED]),
     ],
 )
 def test_signatures_may_only_grow_at_their_end(old: str, new: str, kinds: list[str]) -> None:
@@ -188,6 +223,26 @@ def test_a_name_that_moves_to_the_facade_keeps_its_facts() -> None:
     assert [str(difference) for difference in differences(before, moved)] == ["added    names shardwise.X"]
     moved["names"]["shardwise.X"] = {"kind": "class", "call": "(b)"}
     assert any(difference.breaks for difference in differences(before, moved))
+
+
+@pytest.mark.parametrize(
+    ("fact", "old", "new", "kinds"),
+    [
+        ("members", {"x": "property -> int"}, {"x": "settable property -> int"}, [ADDED]),
+        ("members", {"x": "settable property -> int"}, {"x": "property -> int"}, [REMOVED]),
+        ("members", {"x": "property -> int"}, {"x": "() -> int"}, [CHANGED]),
+        ("members", {"x": "property -> int"}, {"x": "property -> str"}, [RETYPED]),
+        ("value", "['a', 'b']", "['a', 'b', 'c']", [ADDED]),
+        ("value", "['a', 'b']", "['b', 'a']", [CHANGED]),
+        ("value", "Layout(alignment=16)", "Layout(alignment=8)", [CHANGED]),
+        ("raises", {"": "ValueError"}, {"": "ModelDamaged(ValueError)"}, [ADDED]),
+        ("raises", {"": "ValueError"}, {"": "RuntimeError"}, [CHANGED]),
+        ("raises", {"": "ValueError"}, {}, [ADDED]),
+    ],
+)
+def test_what_holds_what_was_promised_is_no_break(fact: str, old: Any, new: Any, kinds: list[str]) -> None:
+    before, after = ({"names": {"shardwise.X": {"kind": "class", fact: each}}} for each in (old, new))
+    assert [difference.kind for difference in differences(before, after)] == kinds
 
 
 BEFORE = {part: {} for part in record.PARTS} | {"names": {"shardwise.f": {"kind": "function", "call": "(a, b=1)"}}}
