@@ -13,9 +13,9 @@ from .sharding.checkpoint.folder import latest, remove, steps, verify
 from .sharding.checkpoint.loading import Loaded, load
 from .sharding.checkpoint.manifest import Manifest, Stored, TableFacts, read_manifest
 from .sharding.checkpoint.offline import export
+from .sharding.checkpoint.places import locate
 from .sharding.checkpoint.recut import reshard
 from .sharding.checkpoint.saving import Saving, save
-from .sharding.checkpoint.storage import locate
 from .sharding.checkpoint.torchrec_names import optimizer_state_from_torchrec, optimizer_state_to_torchrec
 from .sharding.checkpoint.whole import full_state_dict
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from .offline import Source, write_offline
-from .storage import has, is_empty, locate
+from .places import locate
+from .storage import has, is_empty
 
 # whose names optimizer states get
 NAMES = ("shardwise", "torchrec")

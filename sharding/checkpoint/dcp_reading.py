@@ -32,7 +32,7 @@ from shardwise.untrusted import require_regular
 
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, Manifest, Stored, TableFacts
 from .offline import file_of
-from .storage import Place, Url
+from .places import Place, Url
 from .torchrec_names import STEP, our_state, rule_of, steps_of, table_in
 
 _RANK = re.compile(r"__(\d+)_\d+\.distcp")

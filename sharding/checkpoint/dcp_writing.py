@@ -26,7 +26,7 @@ from shardwise.kernels import rule_named
 from .files import BLOCK_BYTES
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, Manifest, Stored
 from .offline import Source
-from .storage import Place, Url
+from .places import Place, Url
 from .torchrec_names import STEP, their_state
 
 # pieces of the folder have at most so many bytes, or one row: one is in memory at a time

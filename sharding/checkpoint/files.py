@@ -22,7 +22,8 @@ from shardwise.untrusted import parse_json
 
 from .errors import CheckpointDamaged
 from .manifest import FileFacts, Manifest, Stored, dtype_name, sizes
-from .storage import Files, Place, StoreError, files_in, storage_of
+from .places import Place
+from .storage import Files, StoreError, files_in, storage_of
 
 T = TypeVar("T")
 

@@ -29,7 +29,8 @@ from shardwise.untrusted import require_regular
 from .errors import ERRORS, CheckpointDamaged
 from .files import check_checksum, check_header, check_size
 from .manifest import NAME, STEP, Manifest, read_with_notes, to_bytes
-from .storage import REMOVING, Place, files_in, locate, storage_of, sync_folder
+from .places import Place, locate
+from .storage import REMOVING, files_in, storage_of, sync_folder
 
 _SAVING, _LOCK = ".saving-", ".lock"
 # how often a rank looks how far the others are

@@ -25,7 +25,8 @@ from .contents import Cells, Contents, Home, Leaf, contents_of, link_of
 from .errors import STRICT, Link, LoadPolicy, Report, agree, mismatch
 from .files import TensorFiles, check_checksum, check_header, check_size
 from .manifest import WEIGHT, Manifest, Stored, read_manifest
-from .storage import Files, StoreError, files_in, locate
+from .places import locate
+from .storage import Files, StoreError, files_in
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ def load(
         CheckpointMismatch: checkpoint and model differ in what the policy does not allow; has the whole report.
         ValueError: an optimizer state is not finite, or states per row would have to be split without `resplit`.
         FileNotFoundError: there is no finished checkpoint.
-        OSError: a store cannot be asked. All ranks raise each of these, and nothing was changed, unless a store fails
-            after all checks, while the model is filled: the message says so.
+        OSError: a store cannot be asked, a StoreError. All ranks raise each of these, and nothing was changed, unless a
+            store fails after all checks, while the model is filled: the message says so.
 
     Example:
         >>> import tempfile

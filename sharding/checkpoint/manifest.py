@@ -30,7 +30,8 @@ from shardwise.planner.layout import (
 from shardwise.untrusted import parse_json, repeated
 
 from .errors import CheckpointDamaged
-from .storage import StoreError, absolute, files_in, locate
+from .places import absolute, locate
+from .storage import StoreError, files_in
 
 FORMAT = 2
 # without a checksum of its own, still read

@@ -30,7 +30,8 @@ from shardwise.sharding.comms.failures import RankFailure
 
 from .folder import Attempt, next_name
 from .manifest import FILE_NAME, NAME, STEP, Manifest, to_bytes
-from .storage import Place, StoreError, Url, cat, create_alone, delete, listing, overwrite, storage_of
+from .places import Place, Url
+from .storage import StoreError, cat, create_alone, delete, listing, overwrite, storage_of
 
 _LOCK = re.compile(r"\.lock-(\d{9})")
 # how often a lock is written into, and for how long it is not until it is dead

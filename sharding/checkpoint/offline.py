@@ -18,7 +18,8 @@ from .files import TensorFiles, check_checksum, row_blocks, write_named, write_s
 from .folder import latest
 from .manifest import DENSE, NAME, OPTIMIZER, TABLE, WEIGHT, FileFacts, Manifest, Stored, read_manifest, require_whole
 from .object_saves import attempt_in
-from .storage import absolute, files_in, has, locate
+from .places import absolute, locate
+from .storage import files_in, has
 
 
 def checkpoint_at(path: str | os.PathLike[str]) -> Path | Any:

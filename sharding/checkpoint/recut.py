@@ -24,7 +24,7 @@ from shardwise.sharding.plan.plan import ShardingPlan, shards_of
 
 from .manifest import TABLE, Manifest, Stored, TableFacts
 from .offline import Source, file_of, write_offline
-from .storage import locate, resolved
+from .places import locate, resolved
 
 # what can be asked for by name
 STRATEGIES = ("table_wise", "row_wise", "column_wise", "data_parallel")

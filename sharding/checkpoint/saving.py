@@ -27,7 +27,7 @@ from .files import write_streams
 from .folder import Attempt
 from .manifest import DENSE, OPTIMIZER, TABLE, WEIGHT, FileFacts, Manifest, Stored, TableFacts, require_json
 from .object_saves import attempt_in
-from .storage import Place, absolute
+from .places import Place, absolute
 
 # what is written, and its address
 Part = tuple[Stored, Tensor | RowPart]

@@ -1,8 +1,8 @@
 """Where checkpoints lie: folders of this machine's file systems, and stores that a URL names, as one interface.
 
-A place is a `Path` or a `Url`. `storage_of` has what either can do; nothing else asks which of the two a place is, but
-for how a save comes to be there all at once (`folder.py`, `object_saves.py`). Paths never go through fsspec, and
-file:// is a path.
+A place is a `Path` or a `Url` (`places.py`). `storage_of` has what either can do; nothing else asks which of the two a
+place is, but for how a save comes to be there all at once (`folder.py`, `object_saves.py`). Paths never go through
+fsspec.
 
 A store keeps objects, each of which is there whole or not at all; it renames nothing, and folders are but beginnings
 of names. A checkpoint is there once its manifest is, which is written last and removed first. No failing network looks
@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
 from glob import has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
@@ -28,11 +26,8 @@ import safetensors
 from shardwise._version import how_to_install
 from shardwise.untrusted import open_regular, read_regular, require_regular
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+._\-]*(::[A-Za-z0-9+._\-]+)*://")
-# what pathlib makes of s3://bucket
-_SCHEME_IN_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+._\-]+:")
-# fsspec would write under the final name, without fsync, rename and lock
-_LOCAL_SCHEMES = ("file://", "local://")
+from .places import Place, Url
+
 # how the name of a checkpoint begins that is being removed
 REMOVING = ".removing-"
 # what is sent at once, at least, and what is read of a file whose header is wanted
@@ -41,89 +36,6 @@ _PART_BYTES, _AHEAD_BYTES = 16 * 2**20, 8 * 2**10
 _PIECE_BYTES, _MOST_BYTES = 4 * 2**20, 128 * 2**20
 # what is to be installed for a scheme
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-
-
-@dataclass(frozen=True)
-class Url(os.PathLike[str]):
-    """A place in a store, "s3://bucket/runs/7": it has a `name`, a `parent` and `/`, as a Path has."""
-
-    text: str
-    # the file system, once it was asked for, and the process that did; shared by what lies below
-    opened: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def name(self) -> str:
-        """What stands behind the last slash."""
-        return self.text.rpartition("/")[2]
-
-    @property
-    def parent(self) -> Url:
-        """What this lies in."""
-        return Url(self.text.rpartition("/")[0], self.opened)
-
-    def __truediv__(self, name: str) -> Url:
-        return Url(f"{self.text}/{name}", self.opened)
-
-    def __fspath__(self) -> str:
-        return self.text
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __reduce__(self) -> tuple[type[Url], tuple[str]]:
-        return Url, (self.text,)
-
-
-Place = Path | Url
-
-
-def locate(place: str | os.PathLike[str]) -> Path | Any:
-    """A path or file:///path as a Path, a text with another scheme as a `Url`, which has `name`, `parent` and `/` too.
-
-    Raises:
-        ValueError: it is a URL that cannot be used: a chain of several, one with a password, with white space around
-            it, with "//" or ".." in it, or one that has lost a slash.
-    """
-    if isinstance(place, Url):
-        return place
-    text = os.fspath(place)
-    scheme = _SCHEME.match(text.lstrip())
-    if scheme is None:
-        first = Path(text).parts[:1]
-        if first and _SCHEME_IN_PATH.fullmatch(first[0].strip()) and not os.path.lexists(first[0]):
-            raise ValueError(
-                f"{text!r} was a URL before it was a Path, or lacks a slash: give it as a str, s3://bucket say;"
-                f" a local folder of the name {first[0]!r} has to be there before"
-            )
-        return Path(text)
-    if text != text.strip():
-        raise ValueError(f"{text!r} is a URL with white space around it, where a store would have another place")
-    after = text[scheme.end() :]
-    rest = after.rstrip("/")
-    if "::" in scheme[0] or "::" in rest:
-        raise ValueError(f"{text!r} is a chain of URLs: checkpoints need the store itself, without a cache before it")
-    if "@" in rest.split("/")[0] and ":" in rest.split("@")[0]:
-        raise ValueError(f"the URL of {rest.rpartition('@')[2]!r} has a password, which messages would show")
-    if scheme[0].lower() in _LOCAL_SCHEMES:
-        if not after.startswith("/"):
-            raise ValueError(f"{text!r} has no path from the root on: file:///folder has three slashes")
-        return Path(after)
-    if strange := {"", ".", ".."} & set(rest.strip("/").split("/")[1:]):
-        raise ValueError(
-            f"{text!r} has the part {min(strange)!r}, which a store takes for a name: leave it out, as paths do"
-        )
-    return Url(scheme[0].lower() + (rest or "/"))
-
-
-def absolute(place: str | os.PathLike[str]) -> Place:
-    """`locate`, of a path from the root on."""
-    located = locate(place)
-    return located if isinstance(located, Url) else located.absolute()
-
-
-def resolved(place: Place) -> Place:
-    """A place by the name that no other one has, links followed."""
-    return place if isinstance(place, Url) else place.resolve()
 
 
 class StoreError(OSError):

@@ -17,7 +17,8 @@ from .errors import agree
 from .files import TensorFiles, check_checksum, row_blocks
 from .loading import box_of, within
 from .manifest import OPTIMIZER, WEIGHT, read_manifest
-from .storage import Files, files_in, locate
+from .places import locate
+from .storage import Files, files_in
 
 
 def full_state_dict(model_or_path: nn.Module | str | os.PathLike[str]) -> dict[str, Tensor]:

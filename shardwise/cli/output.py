@@ -78,7 +78,7 @@ class Place(click.Path):
             return super().convert(value, param, ctx)
         # it comes with torch
         load_torch()
-        from ..sharding.checkpoint.storage import locate
+        from ..sharding.checkpoint.places import locate
 
         try:
             return locate(value)

@@ -133,7 +133,7 @@ def _raises(value: Any, errors: Mapping[str, type]) -> dict[str, str]:
     for name, holder in holders.items():
         text = inspect.cleandoc(getattr(getattr(holder, "__func__", holder), "__doc__", None) or "")
         section = re.search(r"^Raises:\n((?: {4}.*\n?|\n)+)", text, re.MULTILINE)
-        entries = re.findall(r"^ {4}([\w, ]+):", section.group(1), re.MULTILINE) if section else []
+        entries = re.findall(r"^ {4}(\w[\w, ]*):", section.group(1), re.MULTILINE) if section else []
         found[name] = " ".join(sorted({_error(error, errors) for each in entries for error in each.split(", ")}))
     return _some(**found)
 

@@ -46,7 +46,7 @@ class LineReader:
             line = 0
             with (gzip.open if path.suffix == ".gz" else open)(
                 path, "rt", encoding="utf-8", errors="replace", newline=""
-            ) as file:  # type: ignore[operator]  # noqa: E501
+            ) as file:  # type: ignore[operator]
                 try:
                     for line, text in enumerate(file, start=1):
                         if (number % self.every == self.every - 1) == evaluate:
@@ -191,7 +191,7 @@ def row_of(draw: Any, faulty: bool) -> bytes:
             line[:place]
             + draw(st.sampled_from([b"\xff", b"\xc3", b"\x00", b"\t", b"\r", b"\n", b"\xe2\x80\xa8"]))
             + line[place:]
-        )  # noqa: E501
+        )
     return line
 
 

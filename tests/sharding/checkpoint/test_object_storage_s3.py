@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shardwise import checkpoint
 from shardwise.sharding.checkpoint import files, object_saves, storage
+from shardwise.sharding.checkpoint.places import Url
 
 s3fs = need("s3fs")
 
@@ -219,7 +220,7 @@ def test_two_jobs_that_save_into_one_folder_break_nothing(address: str) -> None:
 
 def test_two_locks_of_one_number_are_never_there(address: str) -> None:
     """The store itself refuses the second, whatever both saw before."""
-    file = storage.Url("s3://bucket/lock/.lock-000000001")
+    file = Url("s3://bucket/lock/.lock-000000001")
     storage.create_alone(file, b"first")
     with pytest.raises(FileExistsError, match="s3://bucket/lock"):
         storage.create_alone(file, b"second")
@@ -231,9 +232,9 @@ def test_an_empty_object_is_a_damaged_one_and_no_outage(address: str, monkeypatc
     """S3 has no range of it: nothing was passed over by `latest`, and an empty lock ended every save."""
     url, model = "s3://bucket/empty", trained_alone()
     good, bad = (checkpoint.save(url, model, step=step).path for step in (1, 2))
-    storage.overwrite(storage.Url(f"{bad}/manifest.json"), b"")
+    storage.overwrite(Url(f"{bad}/manifest.json"), b"")
     assert checkpoint.latest(url) == good and "manifest.json" in checkpoint.verify(bad)[0]
-    storage.overwrite(storage.Url(url) / ".lock-000000009", b"")
+    storage.overwrite(Url(url) / ".lock-000000009", b"")
     monkeypatch.setattr(object_saves, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(object_saves, "_LEASE_SECONDS", 0.1)
     assert checkpoint.verify(checkpoint.save(url, model, step=3).path) == []
