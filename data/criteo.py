@@ -175,14 +175,14 @@ class Criteo:
             self._bad_rows.report(path, number, bad)
         if faults:
             rows = sorted(set(range(start, stop)).difference(place for place, *_ in faults))
-        ids = columns.ids[:, rows]
+        ids = columns.ids[:, rows].reshape(-1)
         there = ids >= 0
         return Batch(
             torch.from_numpy(columns.dense[rows].copy()),
             KeyedJaggedTensor(
                 CATEGORY_NAMES,
                 torch.from_numpy(ids[there]),
-                lengths=torch.from_numpy(there.reshape(-1).astype(np.int64)),
+                lengths=torch.from_numpy(there.astype(np.int64)),
             ),
             torch.from_numpy(columns.labels[rows].copy()),
         )

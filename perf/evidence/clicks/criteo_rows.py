@@ -11,8 +11,9 @@ page cache:
     batches, no numba    the same with every line parsed by itself
 
 Ratios are of rows a second in the same round, to both sides of pyarrow: by elapsed time, and by time on cores, which
-other jobs on the machine disturb less. Not as it has to be: a median ratio of elapsed time below 0.9, of columns or of
-batches to either side of pyarrow. `--write` keeps the result in `perf/results/criteo_rows.json`.
+other jobs on the machine disturb less. Not as it has to be: a median ratio of elapsed time below 0.9, of columns to
+either side of pyarrow or of batches to pyarrow streamed; of batches to pyarrow whole, which has a thread on every core
+where a reader of ours has one, by time on cores. `--write` keeps the result in `perf/results/criteo_rows.json`.
 """
 
 from __future__ import annotations
@@ -160,6 +161,11 @@ def compare(turns: Turns) -> list[dict[str, Any]]:
     return entries
 
 
+def clock_of(entry: dict[str, Any]) -> str:
+    """The clock that a side is held to."""
+    return "on_cores" if (entry["side"], entry["peer"]) == (BOUNDED[1], PEERS[1]) else "elapsed"
+
+
 def section_of(entries: list[dict[str, Any]]) -> Section:
     """The table of ratios, and those below the bound."""
     rows, bad = [], []
@@ -169,7 +175,8 @@ def section_of(entries: list[dict[str, Any]]) -> Section:
             for clock in ("elapsed", "on_cores")
         ]
         rows.append([entry["side"], entry["peer"], *shown])
-        if entry["side"] in BOUNDED and entry["elapsed"]["median"] < BOUND:
-            bad.append(f"{entry['side']}: {entry['elapsed']['median']:.2f} of the rows a second of {entry['peer']}")
+        ratio = entry[clock_of(entry)]["median"]
+        if entry["side"] in BOUNDED and ratio < BOUND:
+            bad.append(f"{entry['side']}: {ratio:.2f} of the rows a second of {entry['peer']}")
     header = ["rows a second of", "over those of", "elapsed: median (quartiles)", "on cores: median (quartiles)"]
     return Section([*grid(header, rows), ""], bad)
