@@ -43,13 +43,14 @@ def load_array(
     place = local_path(path, path_manager_key=path_manager_key)
     try:
         array = np.load(place, mmap_mode=mmap_mode, allow_pickle=False)
-    except OSError:
+    except (OSError, MemoryError):
         raise
     except Exception as error:
         # of damaged headers Python's own parser complains. numpy goes on to say how to load without a check
         text = str(error).split(". ")[0]
         raise ValueError(f"{os.fspath(path)}: no .npy file, or not a whole one: {text}") from error
     if not isinstance(array, np.ndarray):
+        array.close()
         raise ValueError(f"{os.fspath(path)}: no .npy file but an archive of several")
     return array
 

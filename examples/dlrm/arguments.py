@@ -208,6 +208,9 @@ def check(options: Options) -> None:
         given: Path | str | None = getattr(options, name)
         if isinstance(given, str) and re.match(r"[a-z][a-z0-9+.-]+:/(?!/)", given):
             raise ValueError(f"{flag(name)} {given}: a URL has two slashes, {given.replace(':/', '://', 1)}")
+        if isinstance(given, str):
+            # a folder of this machine
+            given = given.removeprefix("file://")
         # a store is asked by the first save
         if given is None or (isinstance(given, str) and "://" in given):
             continue

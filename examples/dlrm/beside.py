@@ -40,6 +40,7 @@ def write(place: Path | Any, content: bytes) -> None:
         store.makedirs(name.rpartition("/")[0], exist_ok=True)
         store.pipe_file(name, content)
         return
+    place.parent.mkdir(parents=True, exist_ok=True)
     aside = place.with_name(place.name + ".new")
     aside.write_bytes(content)
     os.replace(aside, place)

@@ -80,7 +80,8 @@ class _LoopCache(FunctionCache):  # type: ignore[misc]
         try:
             super().save_overload(sig, data)
         except Exception as error:
-            _say_that_loops_are_not_kept(self.cache_path, line(error))
+            # the text of an OSError has the name of a file that each loop has of its own
+            _say_that_loops_are_not_kept(self.cache_path, getattr(error, "strerror", None) or line(error))
 
 
 @cache

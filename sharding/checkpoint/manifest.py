@@ -44,7 +44,7 @@ _KEYS = {
 _BEGIN, _DIGITS, _END = f'{{"format": {FORMAT}, "sha256": "'.encode(), 64, b'", '
 NAME = "manifest.json"
 # the name of a step folder says the step, and how often it was saved before
-STEP = re.compile(r"step-(\d{12})(?:\.(\d{1,6}))?")
+STEP = re.compile(r"step-(\d{12})(?:\.(\d{1,9}))?")
 # a larger one is refused unread
 MAX_BYTES = 256 * 2**20
 FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")

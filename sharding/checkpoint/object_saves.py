@@ -13,13 +13,13 @@ show that they live.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
 import socket
 import threading
 import time
-import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -91,7 +91,8 @@ class Lease:
         try:
             overwrite(self._file(self.number), json.dumps({"released": True, "beyond": self.beyond}).encode())
         except OSError as error:
-            warnings.warn(f"the next save waits for a lock that could not be released: {error}", stacklevel=2)
+            # a warning may be made an error, which rank 0 would raise alone
+            logging.getLogger("shardwise").warning("the next save waits for a lock that was not released: %s", error)
 
     def require_shown(self, sizes: dict[str, int]) -> None:
         """Raise where a listing of the folder has not this lock: what else is there it may not have either."""

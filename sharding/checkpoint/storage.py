@@ -275,7 +275,8 @@ class ObjectStorage:
     def replace(self, file: Url, size: int) -> Iterator[Any]:
         """As `Storage`."""
         fs, path = file_system(file)
-        if _is_flat(fs):
+        move = _mover(fs)
+        if _is_flat(fs) or move is None:
             with self.create(file, size) as opened:
                 yield opened
             return
@@ -286,8 +287,11 @@ class ObjectStorage:
             with self.create(part, size) as opened:
                 yield opened
             with _named(file, "replace"):
-                # fsspec's own mv copies, and takes names for patterns
-                (fs.mv if _renames(fs) else fs.cp_file)(part_path, path)
+                move(part_path, path)
+                fs.invalidate_cache()
+                if move == fs.mv and fs.exists(part_path):
+                    # as HDFS does where the name is taken
+                    raise FileExistsError("the store did not rename the new file")
         finally:
             with suppress(Exception):
                 fs.rm_file(part_path)
@@ -389,11 +393,14 @@ def _is_flat(fs: Any) -> bool:
     return isinstance(fs, AsyncFileSystem) and type(fs)._find is not AsyncFileSystem._find
 
 
-def _renames(fs: Any) -> bool:
-    """Whether it has a way of its own to move a file."""
+def _mover(fs: Any) -> Any | None:
+    """What moves or copies a file to a name that may be taken; fsspec's own mv takes names for patterns."""
     from fsspec import AbstractFileSystem
 
-    return type(fs).mv is not AbstractFileSystem.mv
+    kind = type(fs)
+    if kind.mv is not AbstractFileSystem.mv:
+        return fs.mv
+    return fs.cp_file if kind.cp_file is not AbstractFileSystem.cp_file else None
 
 
 def _entries(fs: Any, root: str, below: bool) -> list[dict[str, Any]]:

@@ -142,6 +142,15 @@ def test_an_array_that_cannot_be_read_is_named(
         BinaryCriteoUtils.get_shape_from_npy(sparse[1])
 
 
+def test_a_lack_of_memory_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*arguments: Any, **settings: Any) -> None:
+        raise MemoryError("Unable to allocate 9 TiB")
+
+    monkeypatch.setattr(np, "load", load)
+    with pytest.raises(MemoryError, match="9 TiB"):
+        BinaryCriteoUtils.get_shape_from_npy(str(tmp_path / "a.npy"))
+
+
 def test_ids_of_another_number_of_columns_are_refused_by_file(tmp_path: Path) -> None:
     """The first batch said what its lengths sum to, and not of which file."""
     dense, sparse, labels = files(tmp_path, [4, 5])

@@ -122,6 +122,20 @@ def test_a_value_of_the_file_is_checked_as_one_of_the_command_line(
     assert "No such file or directory" in refusal(capsys, "--config", str(tmp_path / "nowhere"))
 
 
+def test_a_file_url_is_a_folder_that_is_made_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse("--checkpoint-dir", f"file://{tmp_path}/new/run")
+    assert (tmp_path / "new" / "run").is_dir()
+    (tmp_path / "file").write_text("")
+    assert "File exists" in refusal(capsys, "--checkpoint-dir", f"file://{tmp_path}/file")
+    # a store is asked by the first save
+    parse("--checkpoint-dir", "s3://bucket/run")
+    beside, place = example("beside"), tmp_path / "made" / "config.toml"
+    beside.write(place, b"epochs = 1")
+    assert beside.read(place) == b"epochs = 1" and [*place.parent.iterdir()] == [place]
+
+
 def test_every_option_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = example("arguments")
     with pytest.raises(SystemExit) as stopped:

@@ -18,8 +18,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from checkout import ROOT
+from fsspec.implementations.local import LocalFileSystem
 from ranks import run_ranks
 from test_example_dlrm import example, measured
 
@@ -83,6 +85,18 @@ def interrupt(folder: Path, stop: int, *argv: str) -> None:
         report.write = write_line
 
 
+class Folders(LocalFileSystem):  # type: ignore[misc]
+    """A store that all processes of this machine see: folders://, since file:// is a path."""
+
+    protocol = "folders"
+
+
+def with_folders(run: Callable[..., Any], folder: Path, *args: Any) -> Any:
+    """In a process of its own, which has that store."""
+    fsspec.register_implementation("folders", Folders, clobber=True)
+    return run(folder, *args)
+
+
 def resumed(world_size: int, folder: Path, step: int, *argv: str) -> dict[str, Any]:
     """What rank 0 gives of a run that ended at `step` and goes on with another process group."""
     run_ranks(world_size, interrupt, folder, step, *argv)
@@ -123,7 +137,9 @@ def test_a_run_whose_checkpoints_are_in_a_store_resumes_to_the_same_bits(
     tmp_path: Path, undisturbed: Callable[..., Run]
 ) -> None:
     wanted, written = undisturbed(2)
-    resumed_run = resumed(2, tmp_path, 16, "--checkpoint-dir", f"file://{tmp_path}/store")
+    argv = ("--checkpoint-dir", f"folders://{tmp_path}/store")
+    run_ranks(2, with_folders, interrupt, tmp_path, 16, *argv)
+    resumed_run = run_ranks(2, with_folders, train, tmp_path, *argv)[0]
     assert measured(resumed_run) == measured(wanted)
     assert lines(tmp_path) == written
     # the options lie beside the checkpoints, and the best epoch's below

@@ -50,7 +50,7 @@ def test_a_store_keeps_checkpoints_as_a_folder_does(tmp_path: Path) -> None:
         lines = run_script("examples/recipes/object_storage.py", url).splitlines()
         assert lines == [
             "kept: ['step-000000000020', 'step-000000000030']",
-            f"{url}/step-000000000030: step 30, problems: []",
+            f"{url.removeprefix('file://')}/step-000000000030: step 30, problems: []",
             "goes on as if nothing had happened: True",
             "for two ranks: ['rank-00000.safetensors', 'rank-00001.safetensors']",
             "left: []",

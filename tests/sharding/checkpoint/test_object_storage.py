@@ -18,7 +18,7 @@ import pytest
 import torch
 from checkpoint_cases import bytes_of, same, trained, values_of
 from click.testing import CliRunner
-from failing_store import AFTER, BEFORE, FROM_THEN_ON, FailingStore
+from failing_store import AFTER, BEFORE, FROM_THEN_ON, FailingStore, FolderStore
 
 from shardwise import EmbeddingBagCollection, EmbeddingBagConfig, checkpoint, cli
 from shardwise.sharding.checkpoint import files, object_saves, storage
@@ -307,7 +307,8 @@ def test_what_is_committed_stays_where_the_old_one_cannot_be_removed(monkeypatch
         FailingStore.reset()
         checkpoint.save(RUN, trained(), step=1)
         FailingStore.reset(at)
-        with warnings.catch_warnings(), suppress(OSError, UserWarning):
+        # what is committed is no error of rank 0 alone, whom the others would wait for
+        with warnings.catch_warnings(), suppress(OSError):
             warnings.simplefilter("error")
             checkpoint.save(RUN, trained(), step=2, keep_last=1)
         FailingStore.reset()
@@ -520,6 +521,24 @@ def test_an_export_that_fails_leaves_the_file_that_was_there(how: str, name: str
         now = exported(url, folder)
         assert now == (second if how == AFTER and at == count else first)
         assert how == FROM_THEN_ON or list(objects("failing://bucket/out")) == [name]
+
+
+def test_a_rename_that_is_not_done_and_not_said_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDFS answers so where the name is taken: the export seemed to be there, and the new file was removed."""
+    checkpoint.save(tmp_path / "run", trained(), step=1)
+    url = f"folders://{tmp_path}/out.safetensors"
+    first = exported(url, tmp_path / "run")
+    monkeypatch.setattr(FolderStore, "mv", lambda self, path, to: None)
+    with pytest.raises(FileExistsError, match=f"{url}: the store did not rename"):
+        checkpoint.export(tmp_path / "run", url)
+    assert exported(url, tmp_path / "run") == first and [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_a_store_that_neither_renames_nor_copies_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path / "run", trained(), step=1)
+    for name in ("mv", "cp_file"):
+        monkeypatch.setattr(FolderStore, name, getattr(fsspec.AbstractFileSystem, name))
+    assert exported(f"folders://{tmp_path}/out.safetensors", tmp_path / "run")
 
 
 def test_a_rank_that_cannot_write_leaves_the_file_that_was_there_in_a_store_with_folders(
