@@ -68,7 +68,9 @@ def test_slurms_script_trains_two_nodes_to_the_bits_of_four_ranks_of_one(tmp_pat
             " ".join([f"SLURM_NODEID={node}", *own(nodes, node), *nodes.inside(node), '"$@"', "&"]) for node in range(2)
         ]
         shim(tmp_path, "srun", "while [[ $1 == --* ]]; do shift; done", *starts, "wait -n && wait -n")
-        shim(tmp_path, "scontrol", f'[[ "$*" == "show hostnames n[0-1]" ]] && echo "{nodes.addresses[0]}"; echo other')
+        # whoever reads the first name alone is gone when the second comes
+        names = f'echo "{nodes.addresses[0]}"; sleep 0.2; echo other'
+        shim(tmp_path, "scontrol", f'[[ "$*" == "show hostnames n[0-1]" ]] && {{ {names}; }}')
         of_slurm = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "2"}
         path = f"{tmp_path}:{nodes.environment(0, {})['PATH']}"
         program = ["examples/launch/two_nodes.py", f"--steps={SHORT}", f"--losses={losses}"]
