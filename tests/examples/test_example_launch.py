@@ -138,11 +138,16 @@ def test_ranks_of_both_nodes_say_who_is_gone_when_the_cable_is_cut(tmp_path: Pat
         run.wait_for_step(3)
         nodes.cut()
         # on a busy machine it takes longer than the bound that the evidence holds it to
-        nodes.wait(lambda: all(evidence.named(nodes, node) for node in range(2)), 150.0, "errors of both nodes")
-        said = [evidence.failures(nodes, node) for node in range(2)]
-    # which of the other node's ranks it names depends on whom it waited for
-    assert all(re.search(r": .*\branks? \[?[23]\b", text) for text in said[0]), said
-    assert all(re.search(r": .*\branks? \[?[01]\b", text) for text in said[1]), said
+        nodes.wait(lambda: names_others(nodes, 0) and names_others(nodes, 1), 150.0, "errors of both nodes")
+
+
+def names_others(nodes: TwoNodes, node: int) -> bool:
+    """Whether a rank of a node says that one of the other node's is gone.
+
+    Which depends on whom it waited for; its neighbour may only see that it ended itself.
+    """
+    others = "[01]" if node else "[23]"
+    return any(re.search(rf": .*\branks? \[?{others}\b", text) for text in evidence.failures(nodes, node))
 
 
 def manifests() -> dict[str, Any]:
