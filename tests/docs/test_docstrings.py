@@ -59,18 +59,6 @@ def public() -> dict[str, Any]:
     return values
 
 
-def documented() -> Iterator[tuple[str, Any, str]]:
-    """Path, object and docstring of each public class and function, and of the public methods that a class defines."""
-    for path, value in public().items():
-        if inspect.isclass(value):
-            yield path, value, own_docstring(value)
-            for name, member in vars(value).items():
-                if not name.startswith("_") and inspect.isfunction(member):
-                    yield f"{path}.{name}", member, inspect.cleandoc(member.__doc__ or "")
-        else:
-            yield path, value, inspect.cleandoc(value.__doc__ or "")
-
-
 def own_docstring(value: Any) -> str:
     """That of a function, or of a class, not of its parent, nor the signature that dataclass writes in place of one."""
     text = (vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__) or ""
@@ -173,7 +161,7 @@ def entries_of(text: str) -> dict[str, str]:
 @cache
 def documents() -> dict[str, str]:
     """Path -> docstring of what has an example."""
-    return {path: text for path, _, text in documented() if ">>> " in text}
+    return {path: text for path, _, text, _ in members() if ">>> " in text}
 
 
 def run_examples(path: str, text: str) -> str:
@@ -204,7 +192,7 @@ def faults() -> dict[str, list[str]]:
 def all_faults() -> str:
     """What is said wrongly, and what is not said, as JSON."""
     faults = {
-        "malformed": [line for path, value, text in documented() for line in malformed(path, value, text)],
+        "malformed": [line for path, value, text, _ in members() for line in malformed(path, value, text)],
         "unsaid": [line for path, value, text, of in members() for line in unsaid(path, value, f"{text}\n{of}")],
         "shapeless": [line for member in members() for line in shapeless(*member)],
     }
